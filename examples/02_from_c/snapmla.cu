@@ -1,0 +1,2 @@
+#define SNAPMLA_IMPLEMENTATION
+#include "../../snapmla.cuh"

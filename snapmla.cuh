@@ -1,0 +1,2554 @@
+/* snapmla.cuh - v0.1.0 - FP8 MLA decode attention in one header - MIT licence
+
+   Multi-head latent attention (DeepSeek V2/V3/R1, Kimi-K2, LongCat-Flash, GLM) over a SnapMLA cache:
+   the latent in FP8 E4M3 with one f32 scale a token, the rope key in BF16, 644 bytes a token instead
+   of 1152.  CUDA kernels behind a C API; no torch, no CUTLASS, no build system.
+
+   DO THIS in exactly one .cu file of your program:
+
+       #define SNAPMLA_IMPLEMENTATION
+       #include "snapmla.cuh"
+
+   and compile it for your GPU:
+
+       nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -c that_file.cu
+
+   Every other file, C99 or C++11 and newer, includes snapmla.cuh without the define.
+
+   EXAMPLE     examples/01_minimal.cu is a whole program; the calls of a decoding step are
+
+       snapmla_step step = {0};          // once a step: what all layers share
+       step.batch = batch;  step.s_q = 1;  step.heads = 128;
+       step.seq_lens = seq_lens;         // device, i32 [batch], the new tokens included
+       step.plan = plan;  step.plan_bytes = plan_bytes;  step.stream = stream;
+       snapmla_plan(&step);
+
+       for each layer:
+           snapmla_append(&append);      // quantise the new keys into their cache slots
+           decode.step = step;           // plus cache, block_table, q, out, softmax_scale, workspace
+           snapmla_decode(&decode);
+
+   NEEDS       a GPU of compute capability 8.0 or newer, CUDA 12.8 or newer, -std=c++17 for the
+               implementation.  Nothing to link but the CUDA runtime that nvcc links anyway.
+   DOES        append, quantise queries, plan, split-KV decode (paged, causal, several query tokens),
+               merge partial results, read tokens back.  Any number of heads, any mix of lengths.
+   DOES NOT    prefill, backward, project (W_UK, W_UV stay with you), allocate, print, synchronise,
+               set the device, keep state, check what lies in device memory.
+
+   TABLE OF CONTENTS   search for the tag
+       >>config >>version >>result >>types >>api                              declarations
+       >>impl >>util >>ptx >>convert >>quantise >>dataflow >>plan >>decode
+       >>general >>combine >>merge >>host >>public >>cleanup                  implementation
+
+   CONCEPTS
+       latent      c = RMSNorm(W_DKV h), 512 wide: the keys' content and, the same numbers, the values
+       rope        RoPE(W_KR h), 64 wide, one for all heads
+       query       absorbed: (q_nope W_UK, RoPE(q_rope)), latent dims first: 576 numbers a head
+       page        page_size tokens; a request's pages are listed in its row of the block table
+       slot        page * page_size + offset, 64 bits
+       row         one query head of one query token of a request; row = query token * heads + head
+       split       a run of a request's tokens that one CTA works on; splits are merged at the end
+       lse         natural log of the sum of exp(softmax_scale * q.k) over the keys a row sees
+
+   CACHE FORMAT        three planes a layer
+       content     e4m3 [pages, page_size, 512]      = round(latent / scale)
+       scale       f32  [pages, page_size]           = max(amax|latent|, 1e-26) / 448
+       rope        bf16 [pages, page_size, 64]       = round(rope / scale)
+       Each plane has its own page stride, so that three tensors work, and so does one record a page,
+       e.g. for page_size 64: content at 0, scale at 32768, rope at 33024 of 41216 bytes, with strides
+       of 41216, 10304 and 20608 elements.  The same bytes as SnapMLA's own caches.
+       Queries have the same format, a scale per token and head.  A NaN or Inf in a latent makes the
+       whole token NaN: scale 0x7fc00000, content 0x7f, rope 0x7fc0.
+       Both rope and content are divided by one scale, so one factor serves both products (SnapMLA,
+       arXiv 2602.10718, eq. 6).  If the latents of a query and a key are both all zero while both
+       ropes are not, that factor underflows and their logit is NaN.
+
+   OPTIONS
+       the same in every file      SNAPMLA_STATIC   the API is static: everything in the one .cu file
+                                   SNAPMLA_API      your own linkage, e.g. a visibility attribute
+       implementation file only    SNAPMLA_IMPLEMENTATION
+
+   ERRORS      Every function that can fail returns a snapmla_result; SNAPMLA_RESULT_LIST has all
+               codes and texts.  What the host can see is checked, argument by argument, and on an
+               error nothing is written or launched.  Tables, lengths and slots in device memory are
+               trusted: page ids below cache.pages, slots inside the cache.  A CUDA error that you had
+               pending stays pending, and none is left behind by this library.
+
+   MEMORY, STREAMS, GRAPHS, THREADS
+       All memory is yours: ask snapmla_plan_bytes() and snapmla_decode_workspace().  One workspace
+       serves all layers of a stream; concurrent streams need one each, and a plan each.
+       With split_tokens = 0 the workspace does not grow with the batch (17 MB on 132 SMs).
+       Everything is asynchronous on the desc's stream and re-entrant.  A captured graph of plan and
+       decodes may be replayed with other lengths, tables, queries and cache contents at the same
+       addresses, up to the lengths that the captured table width and max_seq_len allow.
+       The current device must be the stream's.
+
+   NUMERICS    Per row and block of 64 tokens (SnapMLA's scheme, with two changes of ours):
+           x  = softmax_scale * log2(e) * q_s * k_s * (q8.k8 + qr.kr)         f32; rope in bf16
+           m' = max(m, max x);  e = 2^(x - m');  f = e * k_s
+           S' = max f / 448;  p8 = e4m3(f / S')                 the largest weight is 448 exactly
+           acc = acc * 2^(m - m') + S' * (p8 V8)                the product in a fresh accumulator
+           l   = l * 2^(m - m') + sum e;   lse = m ln2 + ln l
+           lq  the same sum over the weights as rounded (p8 S' / k_s); out = acc / lq
+       A fresh accumulator for every block keeps long contexts right: the running output never sits in
+       a tensor core.  Dividing by the rounded weights takes their common error out; where e4m3 has
+       flushed a weight (a token whose k_s is tiny beside its neighbours') the exact one is taken.
+       Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
+       bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
+       give the bits of s_q calls with one.
+       Measured errors: README.md and tests/.  The reference is snapmla_ref.h.
+
+   HOW IT WORKS
+       snapmla_plan     one block: prefix sums over the lengths, then equal stretches of work, "parts",
+                        one for each group of CTAs; a request may be cut between parts
+       decode kernel    a CTA walks over its part, split by split: general path see >>general
+                            cache --cp.async--> stages --e4m3 to f16--> mma.sync scores
+                            --> base-2 softmax, P to e4m3 --> mma.sync values --> f32 sums
+                        whole requests are written as BF16, cut ones as f32 partial sums
+       combine          merges the splits of a cut request in ascending order
+
+   LIMITS      latent 512 and rope 64 only; batch * s_q * heads up to 2^30; no tuned Hopper path yet:
+               this version runs mma.sync kernels on every GPU.
+
+   HISTORY     0.1.0   first version
+
+   Licence (MIT) at the end of the file.
+*/
+#ifndef SNAPMLA_CUH_INCLUDED
+#define SNAPMLA_CUH_INCLUDED
+
+/* ================================================================================================
+   >>config     what may be set before the include (see OPTIONS in the manual)
+   ============================================================================================== */
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cuda_runtime_api.h>
+
+#ifndef SNAPMLA_API
+#ifdef SNAPMLA_STATIC
+#define SNAPMLA_API static inline
+#else
+#define SNAPMLA_API extern
+#endif
+#endif
+
+/* ================================================================================================
+   >>version
+   ============================================================================================== */
+#define SNAPMLA_VERSION_MAJOR 0
+#define SNAPMLA_VERSION_MINOR 1
+#define SNAPMLA_VERSION_PATCH 0
+#define SNAPMLA_VERSION \
+    (SNAPMLA_VERSION_MAJOR * 10000 + SNAPMLA_VERSION_MINOR * 100 + SNAPMLA_VERSION_PATCH)
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ================================================================================================
+   >>result     one list owns every code, its number and its text
+
+   0 is success, every failed check has a code of its own, and nothing is written or launched when
+   a function returns anything but SNAPMLA_OK.  Arguments are checked in the order of this list, the
+   device after them.
+   ============================================================================================== */
+#define SNAPMLA_RESULT_LIST(X)                                                                     \
+    X(SNAPMLA_OK, 0, "ok")                                                                         \
+    X(SNAPMLA_ERROR_NULL_DESC, -1, "a desc or an output pointer of the call itself is NULL")       \
+    X(SNAPMLA_ERROR_CUDA, -2, "a CUDA call failed, or there is no CUDA device")                    \
+    X(SNAPMLA_ERROR_DEVICE, -3, "the path does not run on this device, or is not compiled in")     \
+    X(SNAPMLA_ERROR_BATCH, -4, "batch is negative")                                                \
+    X(SNAPMLA_ERROR_S_Q, -5, "s_q is negative")                                                    \
+    X(SNAPMLA_ERROR_HEADS, -6, "heads is negative, or batch, s_q and heads overflow together")     \
+    X(SNAPMLA_ERROR_TOKENS, -7, "tokens or rows is negative")                                      \
+    X(SNAPMLA_ERROR_LATENT_DIM, -8, "latent_dim is not supported")                                 \
+    X(SNAPMLA_ERROR_ROPE_DIM, -9, "rope_dim is not supported with this latent_dim")                \
+    X(SNAPMLA_ERROR_PAGE_SIZE, -10, "page_size is not a power of two from 1 to 1024")              \
+    X(SNAPMLA_ERROR_PAGES, -11, "pages is negative")                                               \
+    X(SNAPMLA_ERROR_MAX_SEQ_LEN, -12, "max_seq_len is negative, or 0 with split_tokens")           \
+    X(SNAPMLA_ERROR_SPLIT_TOKENS, -13, "split_tokens is negative or no multiple of 128")           \
+    X(SNAPMLA_ERROR_MODE, -14, "mode is not one of snapmla_mode")                                  \
+    X(SNAPMLA_ERROR_PATH, -15, "path is not one of snapmla_path")                                  \
+    X(SNAPMLA_ERROR_SM_COUNT, -16, "sm_count is negative")                                         \
+    X(SNAPMLA_ERROR_NULL_SEQ_LENS, -17, "seq_lens is NULL")                                        \
+    X(SNAPMLA_ERROR_NULL_PLAN, -18, "plan is NULL")                                                \
+    X(SNAPMLA_ERROR_PLAN_ALIGN, -19, "plan is not 16-byte aligned")                                \
+    X(SNAPMLA_ERROR_PLAN_BYTES, -20, "plan_bytes is smaller than snapmla_plan_bytes() says")       \
+    X(SNAPMLA_ERROR_STEP_CACHE, -21, "step and cache disagree on latent_dim, rope_dim, page_size") \
+    X(SNAPMLA_ERROR_NULL_CONTENT, -22, "content is NULL although the cache has pages")             \
+    X(SNAPMLA_ERROR_NULL_SCALE, -23, "scale is NULL although the cache has pages")                 \
+    X(SNAPMLA_ERROR_NULL_ROPE, -24, "rope is NULL although the cache has pages and a rope part")   \
+    X(SNAPMLA_ERROR_CONTENT_ALIGN, -25, "content or its page stride is not 16-byte aligned")       \
+    X(SNAPMLA_ERROR_SCALE_ALIGN, -26, "scale or its page stride is misaligned: min(16, 4*page_size)") \
+    X(SNAPMLA_ERROR_ROPE_ALIGN, -27, "rope or its page stride is not 16-byte aligned")             \
+    X(SNAPMLA_ERROR_CONTENT_STRIDE, -28, "content_page_stride is smaller than a page")             \
+    X(SNAPMLA_ERROR_SCALE_STRIDE, -29, "scale_page_stride is smaller than a page")                 \
+    X(SNAPMLA_ERROR_ROPE_STRIDE, -30, "rope_page_stride is smaller than a page")                   \
+    X(SNAPMLA_ERROR_TABLE_WIDTH, -31, "block_table_width is negative")                             \
+    X(SNAPMLA_ERROR_NULL_BLOCK_TABLE, -32, "block_table is NULL although its width is not 0")      \
+    X(SNAPMLA_ERROR_TABLE_STRIDE, -33, "block_table_stride is smaller than its width")             \
+    X(SNAPMLA_ERROR_CAUSAL, -34, "causal is neither 0 nor 1")                                      \
+    X(SNAPMLA_ERROR_SOFTMAX_SCALE, -35, "softmax_scale is 0, negative, NaN or infinite")           \
+    X(SNAPMLA_ERROR_NULL_Q, -36, "neither q nor all of its quantised planes are given")            \
+    X(SNAPMLA_ERROR_Q_TWICE, -37, "both q and quantised planes are given")                         \
+    X(SNAPMLA_ERROR_Q_ALIGN, -38, "q, a q plane or a q stride is not aligned as documented")       \
+    X(SNAPMLA_ERROR_Q_STRIDE, -39, "a stride of q is negative or smaller than a row")              \
+    X(SNAPMLA_ERROR_NULL_OUT, -40, "out is NULL")                                                  \
+    X(SNAPMLA_ERROR_OUT_ALIGN, -41, "out or one of its strides is not 16-byte aligned")            \
+    X(SNAPMLA_ERROR_OUT_STRIDE, -42, "a stride of out is negative or smaller than a row")          \
+    X(SNAPMLA_ERROR_NULL_LSE, -43, "lse is NULL where it is needed")                               \
+    X(SNAPMLA_ERROR_LSE_STRIDE, -44, "a stride of lse is negative or smaller than a row")          \
+    X(SNAPMLA_ERROR_NULL_WORKSPACE, -45, "workspace is NULL")                                      \
+    X(SNAPMLA_ERROR_WORKSPACE_ALIGN, -46, "workspace is not 16-byte aligned")                      \
+    X(SNAPMLA_ERROR_WORKSPACE_BYTES, -47, "workspace_bytes is below snapmla_decode_workspace()")       \
+    X(SNAPMLA_ERROR_NULL_LATENT, -48, "latent is NULL")                                            \
+    X(SNAPMLA_ERROR_KEY_ALIGN, -49, "a latent or rope row is not 2-byte aligned")                  \
+    X(SNAPMLA_ERROR_KEY_STRIDE, -50, "latent_stride or rope_stride is smaller than a row")         \
+    X(SNAPMLA_ERROR_NULL_SLOTS, -51, "slots is NULL")                                              \
+    X(SNAPMLA_ERROR_PARTS, -52, "parts is negative, or 0 with rows to write")                      \
+    X(SNAPMLA_ERROR_PART_STRIDE, -53, "a part stride is smaller than a part")
+
+typedef enum snapmla_result {
+#define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
+    SNAPMLA_RESULT_LIST(SNAPMLA_RESULT_ENUM)
+#undef SNAPMLA_RESULT_ENUM
+    SNAPMLA_RESULT_FORCE_INT = 0x7fffffff
+} snapmla_result;
+
+/* ================================================================================================
+   >>types      zero is the default of every optional field; strides count elements, 0 = dense
+   ============================================================================================== */
+
+/* Which kernels run.  AUTO takes the fastest that the device and the shape allow. */
+typedef enum snapmla_path {
+    SNAPMLA_PATH_AUTO = 0,
+    SNAPMLA_PATH_GENERAL = 1, /* mma.sync, compute capability 8.0 and newer, every shape */
+    SNAPMLA_PATH_FORCE_INT = 0x7fffffff
+} snapmla_path;
+
+typedef enum snapmla_mode {
+    SNAPMLA_MODE_DEFAULT = 0, /* P and Q rounded once to e4m3, as in the SnapMLA paper */
+    SNAPMLA_MODE_FORCE_INT = 0x7fffffff
+} snapmla_mode;
+
+enum { SNAPMLA_NO_ROPE = -1 }; /* rope_dim of a model whose keys have no rope part */
+
+/* The cache of one layer: three planes, paged.  Token `offset` of page `page` is slot
+   page * page_size + offset.  Layouts: see CACHE FORMAT in the manual.  When pages is 0 the
+   planes may be NULL. */
+typedef struct snapmla_cache {
+    void *content;               /* e4m3 [pages, page_size, latent_dim], 16-byte aligned */
+    float *scale;                /* f32 [pages, page_size], aligned to min(16, 4 * page_size) */
+    void *rope;                  /* bf16 [pages, page_size, rope_dim] / scale, 16-byte aligned */
+    int64_t content_page_stride; /* elements from page to page, 0 = page_size * latent_dim */
+    int64_t scale_page_stride;   /* elements, 0 = page_size */
+    int64_t rope_page_stride;    /* elements, 0 = page_size * rope_dim */
+    int64_t pages;               /* pages in each plane; every page id is below it */
+    int32_t page_size;           /* tokens a page, a power of two from 1 to 1024, 0 = 64 */
+    int32_t latent_dim;          /* 0 = 512; the only width so far */
+    int32_t rope_dim;            /* 0 = 64; the only width so far */
+} snapmla_cache;
+
+/* What all layers of one decoding step share.  snapmla_plan() takes it once a step, and
+   snapmla_decode() takes the same values again in desc.step. */
+typedef struct snapmla_step {
+    int32_t batch;           /* requests; 0 = nothing to do */
+    int32_t s_q;             /* query tokens a request; 0 = nothing to do */
+    int32_t heads;           /* query heads, all on one latent; 0 = nothing to do */
+    int32_t latent_dim;      /* as in snapmla_cache */
+    int32_t rope_dim;        /* as in snapmla_cache */
+    int32_t page_size;       /* as in snapmla_cache */
+    int32_t max_seq_len;     /* longer requests are cut to it; 0 = no limit but the block table */
+    int32_t split_tokens;    /* 0 = balance over the SMs; else a multiple of 128: every request is
+                                cut at its multiples, which makes a row's bits independent of the
+                                batch (needs max_seq_len, which sizes the workspace) */
+    int32_t sm_count;        /* SMs to spread over; 0 = all SMs of the current device */
+    snapmla_mode mode;       /* 0 = SNAPMLA_MODE_DEFAULT */
+    snapmla_path path;       /* 0 = the best one for the device and shape */
+    const int32_t *seq_lens; /* device, i32 [batch]: cached tokens of each request, <= 0 = none */
+    void *plan;              /* device, 16-byte aligned; written by snapmla_plan() */
+    size_t plan_bytes;       /* at least what snapmla_plan_bytes() says */
+    cudaStream_t stream;     /* where the step runs; 0 = the default stream */
+} snapmla_step;
+
+/* One layer's attention. */
+typedef struct snapmla_decode_desc {
+    snapmla_step step;          /* the step that snapmla_plan() was given */
+    snapmla_cache cache;        /* read only */
+    const int32_t *block_table; /* device, i32 [batch, block_table_width]: page ids.  Only the first
+                                   ceil(len / page_size) of a row are read; a negative id among
+                                   these skips its page's tokens.  NULL with width 0 */
+    int64_t block_table_stride; /* elements from row to row, 0 = block_table_width */
+    int32_t block_table_width;  /* pages in a row; lengths beyond width * page_size are cut */
+    int32_t causal;             /* 1: query i of s_q sees keys below len - s_q + 1 + i; 0: all */
+    float softmax_scale;        /* factor on q.k, always given, > 0: the model's (nope + rope)^-0.5
+                                   times its yarn factor, if any */
+    const void *q;              /* device, bf16 [batch, s_q, heads, latent_dim + rope_dim], 16-byte
+                                   aligned rows; or NULL and the three planes below */
+    int64_t q_batch_stride;     /* elements, multiples of 8; 0 = dense */
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    const void *q_content;      /* device, e4m3 [batch, s_q, heads, latent_dim], 16-byte aligned */
+    const float *q_scale;       /* device, f32 [batch, s_q, heads] */
+    const void *q_rope;         /* device, bf16 [batch, s_q, heads, rope_dim] / q_scale, 16-byte
+                                   aligned */
+    void *out;                  /* device, bf16 [batch, s_q, heads, latent_dim], rows 16-byte aligned */
+    int64_t out_batch_stride;   /* elements, multiples of 8; 0 = dense */
+    int64_t out_token_stride;
+    int64_t out_head_stride;
+    float *lse;                 /* device, f32 [batch, s_q, heads], natural log; NULL = not wanted */
+    int64_t lse_batch_stride;   /* elements; 0 = dense */
+    int64_t lse_token_stride;
+    void *workspace;            /* device, 16-byte aligned scratch; nothing in it outlives the call */
+    size_t workspace_bytes;     /* at least what snapmla_decode_workspace() says */
+} snapmla_decode_desc;
+
+/* Quantise queries to the three planes that snapmla_decode() takes. */
+typedef struct snapmla_quantize_q_desc {
+    int64_t tokens;         /* query tokens, batch * s_q; 0 = nothing to do */
+    int32_t heads;
+    int32_t latent_dim;     /* as in snapmla_cache */
+    int32_t rope_dim;       /* as in snapmla_cache */
+    const void *q;          /* device, bf16 [tokens, heads, latent_dim + rope_dim], 16-byte rows */
+    int64_t q_token_stride; /* elements, multiples of 8; 0 = dense */
+    int64_t q_head_stride;
+    void *q_content;        /* device, e4m3 [tokens, heads, latent_dim], 16-byte aligned */
+    float *q_scale;         /* device, f32 [tokens, heads] */
+    void *q_rope;           /* device, bf16 [tokens, heads, rope_dim], 16-byte aligned */
+    cudaStream_t stream;
+} snapmla_quantize_q_desc;
+
+/* Quantise keys and write them into cache slots. */
+typedef struct snapmla_append_desc {
+    snapmla_cache cache;
+    int64_t tokens;        /* 0 = nothing to do */
+    const void *latent;    /* device, bf16 [tokens, latent_dim], normed */
+    int64_t latent_stride; /* elements, 0 = latent_dim + rope_dim when rope is NULL, else latent_dim */
+    const void *rope;      /* device, bf16 [tokens, rope_dim], rotated; NULL = right behind each
+                              latent row */
+    int64_t rope_stride;   /* elements, 0 = rope_dim; ignored when rope is NULL */
+    const int64_t *slots;  /* device, i64 [tokens]: page * page_size + offset; negative = skip.  No
+                              slot may appear twice in one call */
+    cudaStream_t stream;
+} snapmla_append_desc;
+
+/* Read cached tokens back as BF16: latent = content * scale, rope = rope * scale. */
+typedef struct snapmla_fetch_desc {
+    snapmla_cache cache;   /* read only */
+    int64_t tokens;        /* 0 = nothing to do */
+    const int64_t *slots;  /* device, i64 [tokens]; negative = a row of zeros */
+    void *latent;          /* device, bf16 [tokens, latent_dim], 2-byte aligned */
+    int64_t latent_stride; /* elements, 0 = latent_dim + rope_dim when rope is NULL, else latent_dim */
+    void *rope;            /* device, bf16 [tokens, rope_dim]; NULL = right behind each latent row */
+    int64_t rope_stride;   /* elements, 0 = rope_dim; ignored when rope is NULL */
+    cudaStream_t stream;
+} snapmla_fetch_desc;
+
+/* Merge attention over disjoint sets of keys, e.g. of several GPUs. */
+typedef struct snapmla_merge_desc {
+    int32_t parts;           /* n >= 1 */
+    int32_t dim;             /* width of a row of out, a multiple of 8; 0 = 512 */
+    int64_t rows;            /* batch * s_q * heads; 0 = nothing to do */
+    const void *part_out;    /* device, bf16 [parts, rows, dim], 16-byte aligned */
+    const float *part_lse;   /* device, f32 [parts, rows]; -inf = no key in this part */
+    int64_t part_out_stride; /* elements from part to part, a multiple of 8, 0 = rows * dim */
+    int64_t part_lse_stride; /* elements, 0 = rows */
+    void *out;               /* device, bf16 [rows, dim], 16-byte aligned; may be part_out itself */
+    float *lse;              /* device, f32 [rows]; NULL = not wanted; may be part_lse itself */
+    cudaStream_t stream;
+} snapmla_merge_desc;
+
+/* ================================================================================================
+   >>api        in the order of use.  All launches are asynchronous on the desc's stream, may be
+                captured into a CUDA graph, allocate nothing and keep no state.
+   ============================================================================================== */
+
+/* SNAPMLA_VERSION of the implementation that was linked. */
+SNAPMLA_API int snapmla_version(void);
+
+/* One line of English for a result; never NULL. */
+SNAPMLA_API const char *snapmla_result_string(snapmla_result result);
+
+/* SNAPMLA_OK if the CUDA device has a usable path, SNAPMLA_ERROR_DEVICE if it has none.
+   *path (may be NULL) receives the path that SNAPMLA_PATH_AUTO takes for the (512, 64) format. */
+SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path);
+
+/* Check *desc as snapmla_decode() does and write it to *resolved with every default filled in
+   (strides, page_size, dims, sm_count, path).  Launches nothing. */
+SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
+                                           snapmla_decode_desc *resolved);
+
+/* Quantise queries: scale = max(amax|latent|, 1e-26) / 448, content = e4m3(latent / scale),
+   rope = bf16(rope / scale), each rounded to nearest even.  A head whose latent holds NaN or Inf
+   becomes all NaN.  The same bits as snapmla_ref_quantize(). */
+SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *desc);
+
+/* Quantise keys by the same rule and write them to their slots; touches nothing else. */
+SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc);
+
+/* Gather tokens back to BF16. */
+SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc);
+
+/* Bytes that step->plan needs for this batch, s_q, heads, format, policy, path and sm_count.
+   seq_lens, plan and stream are not looked at. */
+SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *bytes);
+
+/* Cut all requests into splits and deal them to the SMs, on the device, from step->seq_lens as they
+   are when the stream gets there.  Once a step, for all layers. */
+SNAPMLA_API snapmla_result snapmla_plan(const snapmla_step *step);
+
+/* Bytes of workspace that snapmla_decode() needs for this step. */
+SNAPMLA_API snapmla_result snapmla_decode_workspace(const snapmla_step *step, size_t *bytes);
+
+/* Attention of one layer: out = softmax(softmax_scale * q.k) V over the first seq_lens[b] tokens of
+   each request, V = the dequantised latent; lse = natural log of the sum of exp.  A row without any
+   key gets zeros and -inf.  A plan made from other lengths never reads out of bounds and ends, but
+   the values are then wrong. */
+SNAPMLA_API snapmla_result snapmla_decode(const snapmla_decode_desc *desc);
+
+/* out = sum_n exp(lse_n - lse) out_n, lse = log sum_n exp(lse_n). */
+SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* SNAPMLA_CUH_INCLUDED */
+
+/* ================================================================================================
+   >>impl       everything below is compiled in the one .cu file that defines SNAPMLA_IMPLEMENTATION.
+                Low to high: util, ptx, convert, quantise, data flow, planner, decode, combine,
+                merge, host checks, public functions.  smla_ and SMLA_ names are private.
+   ============================================================================================== */
+#if defined(SNAPMLA_IMPLEMENTATION) && !defined(SNAPMLA_IMPLEMENTATION_INCLUDED)
+#define SNAPMLA_IMPLEMENTATION_INCLUDED
+
+#ifndef __CUDACC__
+#error "snapmla.cuh: compile the file that defines SNAPMLA_IMPLEMENTATION with nvcc (a .cu file)"
+#elif !defined(__CUDACC_VER_MAJOR__) || __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1208
+#error "snapmla.cuh: the implementation needs CUDA 12.8 or newer"
+#elif __cplusplus < 201703L
+#error "snapmla.cuh: the implementation needs -std=c++17 or newer"
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "snapmla.cuh: the implementation needs compute capability 8.0 or newer, e.g. -arch=sm_90a"
+#endif
+
+#include <limits.h>
+
+/* ================================================================================================
+   >>util
+   ============================================================================================== */
+#define SMLA_DEV static __device__ __forceinline__
+#define SMLA_HD static __host__ __device__ __forceinline__
+#define SMLA_UNROLL _Pragma("unroll")
+
+enum {
+    smla_kLatent = 512,      /* latent dims: K content and V */
+    smla_kRope = 64,         /* rope dims, K only */
+    smla_kBlock = 64,        /* tokens that share one P scale and one partial accumulator */
+    smla_kAlign = 16,        /* bytes: the unit of all loads */
+    smla_kToEnd = INT_MAX,   /* "up to the request's length, whatever it is by then" */
+    smla_kMaxParts = 1024,   /* parts a plan can have: one block plans them all */
+    smla_kMaxGroup = 8,      /* row tiles of a request that run side by side on the same pages */
+    smla_kOverheadBlocks = 2 /* what starting and ending a split costs, in blocks of tokens */
+};
+
+static constexpr float smla_kLog2e = 1.4426950408889634f;
+static constexpr float smla_kLn2 = 0.6931471805599453f;
+static constexpr float smla_kE4m3Max = 448.0f;
+static constexpr float smla_kE4m3MinNormal = 0.015625f; /* 2^-6 */
+static constexpr float smla_kAmaxFloor = 1e-26f;
+static constexpr uint32_t smla_kNanF32 = 0x7fc00000u;
+static constexpr uint32_t smla_kNanBf16 = 0x7fc0u;
+static constexpr uint32_t smla_kNanE4m3 = 0x7fu;
+
+template <typename T> SMLA_HD T smla_min(T a, T b) { return a < b ? a : b; }
+template <typename T> SMLA_HD T smla_max(T a, T b) { return a > b ? a : b; }
+SMLA_HD int64_t smla_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+SMLA_DEV float smla_neg_inf() { return __uint_as_float(0xff800000u); }
+SMLA_DEV bool smla_is_finite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x7f800000u; }
+
+/* ================================================================================================
+   >>ptx        one wrapper per instruction, named after it, operands in PTX order
+   ============================================================================================== */
+SMLA_DEV uint32_t smla_smem_addr(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* cp.async.cg.shared.global [dst], [src], 16, src_bytes;   PTX ISA "cp.async", 7.0.
+   Bytes past src_bytes are filled with zeros; with 0 the source is not read. */
+SMLA_DEV void smla_cp_async_16(uint32_t dst, const void *src, uint32_t src_bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(dst), "l"(src), "r"(src_bytes) : "memory");
+}
+
+/* cp.async.ca.shared.global [dst], [src], 4, src_bytes; */
+SMLA_DEV void smla_cp_async_4(uint32_t dst, const void *src, uint32_t src_bytes)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :: "r"(dst), "l"(src), "r"(src_bytes) : "memory");
+}
+
+/* cp.async.wait_all; */
+SMLA_DEV void smla_cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/* ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16; PTX ISA "ldmatrix", 6.5. */
+SMLA_DEV void smla_ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t addr)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(addr) : "memory");
+}
+
+/* mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32; PTX ISA "mma", 7.0.  d += a b. */
+SMLA_DEV void smla_mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 */
+SMLA_DEV void smla_mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+SMLA_DEV float smla_ex2(float x) /* 2^x; -inf gives 0 */
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+SMLA_DEV float smla_lg2(float x) /* log2 x; 0 gives -inf */
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* IEEE division and product whatever -use_fast_math says: quantisation must give the same bits
+   in every build. */
+SMLA_DEV float smla_div_rn(float a, float b)
+{
+    float y;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+SMLA_DEV float smla_mul_rn(float a, float b)
+{
+    float y;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+/* ================================================================================================
+   >>convert    e4m3 and bf16, exact for every input.  Below compute capability 8.9 there is no e4m3
+                instruction, so integer arithmetic does the same there.
+   ============================================================================================== */
+SMLA_DEV float smla_bf16_to_f32(uint32_t bits) { return __uint_as_float(bits << 16); }
+
+/* Round to nearest even; every NaN becomes 0x7fc0. */
+SMLA_DEV uint32_t smla_bf16_from_f32(float x)
+{
+    const uint32_t u = __float_as_uint(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return smla_kNanBf16;
+    return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+}
+
+SMLA_DEV uint32_t smla_bf16x2_from_f32(float lo, float hi)
+{
+    return smla_bf16_from_f32(lo) | smla_bf16_from_f32(hi) << 16;
+}
+
+/* Round to nearest even, saturate to +-448, NaN to 0x7f: what the instruction below does. */
+SMLA_DEV uint32_t smla_e4m3_from_f32_soft(float x)
+{
+    const uint32_t u = __float_as_uint(x), sign = u >> 24 & 0x80u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return smla_kNanE4m3;
+    if (a >= 0x43e00000u) return sign | 0x7eu; /* >= 448 */
+    if (a >= 0x3c800000u)                      /* >= 2^-6: keep 3 mantissa bits, rebias 127 to 7 */
+        return sign | (((a + 0x7ffffu + (a >> 20 & 1u)) >> 20) - (120u << 3));
+    /* Subnormal: adding 2^14 leaves the multiple of 2^-9, rounded, in the low mantissa bits. */
+    return sign | (__float_as_uint(__fadd_rn(__uint_as_float(a), 16384.0f)) & 0xfu);
+}
+
+/* Two codes, lo in the low byte. */
+SMLA_DEV uint32_t smla_e4m3x2_from_f32(float lo, float hi)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t y; /* cvt.rn.satfinite.e4m3x2.f32 d, hi, lo;  PTX ISA "cvt", 7.8 (8.1 on sm_89) */
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
+    return y;
+#else
+    return smla_e4m3_from_f32_soft(lo) | smla_e4m3_from_f32_soft(hi) << 8;
+#endif
+}
+
+/* Two codes in the low 16 bits of x to f16x2.  An e4m3 code moved 7 bits up is an f16 of 2^-8 times
+   its value, subnormals included; only NaN needs help. */
+SMLA_DEV uint32_t smla_f16x2_from_e4m3x2_soft(uint32_t x)
+{
+    const uint32_t h = __byte_perm(x, 0, 0x1404); /* each code in the high byte of a half */
+    const uint32_t magnitude = (h & 0x7f007f00u) >> 1;
+    const uint32_t nan = ((magnitude + 0x00800080u) & 0x40004000u) >> 14;
+    uint32_t y;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(magnitude), "r"(0x5c005c00u)); /* 256, 256 */
+    return y | (h & 0x80008000u) | nan * 0x7fffu;
+}
+
+SMLA_DEV uint32_t smla_f16x2_from_e4m3x2(uint32_t x)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t y; /* cvt.rn.f16x2.e4m3x2 */
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((uint16_t)x));
+    return y;
+#else
+    return smla_f16x2_from_e4m3x2_soft(x);
+#endif
+}
+
+SMLA_DEV float2 smla_f32x2_from_f16x2(uint32_t x)
+{
+    float2 y;
+    asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
+        "cvt.f32.f16 %0, lo;\ncvt.f32.f16 %1, hi;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    return y;
+}
+
+/* ================================================================================================
+   >>quantise   one warp quantises one row, a key or a query head: SnapMLA paper, (i)
+                lane holds latent dims 8*lane .. +7 and 256 + 8*lane .. +7, rope dims 2*lane, +1
+   ============================================================================================== */
+struct smla_row {
+    uint4 latent[2]; /* bf16 x 8 each */
+    uint32_t rope;   /* bf16 x 2 */
+};
+
+struct smla_quantised_row {
+    uint2 content[2]; /* e4m3 x 8 each */
+    uint32_t rope;    /* bf16 x 2 */
+    float scale;
+};
+
+/* Eight bf16 from an address that is 16-byte aligned if `vector`, else only 2-byte aligned. */
+SMLA_DEV uint4 smla_load_bf16x8(const uint16_t *p, bool vector)
+{
+    if (vector) return *reinterpret_cast<const uint4 *>(p);
+    uint32_t w[4];
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) w[i] = p[2 * i] | (uint32_t)p[2 * i + 1] << 16;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+SMLA_DEV smla_row smla_load_row(const uint16_t *latent, const uint16_t *rope, bool vector)
+{
+    const int lane = threadIdx.x & 31;
+    smla_row row;
+    row.latent[0] = smla_load_bf16x8(latent + 8 * lane, vector);
+    row.latent[1] = smla_load_bf16x8(latent + 256 + 8 * lane, vector);
+    row.rope = rope[2 * lane] | (uint32_t)rope[2 * lane + 1] << 16;
+    return row;
+}
+
+SMLA_DEV uint32_t smla_amax_bits(uint4 v)
+{
+    /* bf16 magnitudes order like integers, with NaN above Inf above every finite number */
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    uint32_t amax = 0;
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i)
+        amax = smla_max(amax, smla_max(w[i] & 0x7fffu, w[i] >> 16 & 0x7fffu));
+    return amax;
+}
+
+SMLA_DEV uint2 smla_quantise_8(uint4 v, float scale)
+{
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    uint32_t code[4];
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i)
+        code[i] = smla_e4m3x2_from_f32(smla_div_rn(smla_bf16_to_f32(w[i] & 0xffffu), scale),
+                                       smla_div_rn(smla_bf16_to_f32(w[i] >> 16), scale));
+    return make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
+}
+
+SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
+{
+    smla_quantised_row y;
+    const uint32_t amax = __reduce_max_sync(
+        ~0u, smla_max(smla_amax_bits(row.latent[0]), smla_amax_bits(row.latent[1])));
+    if (amax >= 0x7f80u) { /* NaN or Inf somewhere: the whole row says so */
+        y.content[0] = y.content[1] = make_uint2(0x7f7f7f7fu, 0x7f7f7f7fu);
+        y.rope = smla_kNanBf16 | smla_kNanBf16 << 16;
+        y.scale = __uint_as_float(smla_kNanF32);
+        return y;
+    }
+    const float magnitude = smla_bf16_to_f32(amax);
+    y.scale = smla_div_rn(magnitude > smla_kAmaxFloor ? magnitude : smla_kAmaxFloor, smla_kE4m3Max);
+    y.content[0] = smla_quantise_8(row.latent[0], y.scale);
+    y.content[1] = smla_quantise_8(row.latent[1], y.scale);
+    y.rope = smla_bf16x2_from_f32(smla_div_rn(smla_bf16_to_f32(row.rope & 0xffffu), y.scale),
+                                  smla_div_rn(smla_bf16_to_f32(row.rope >> 16), y.scale));
+    return y;
+}
+
+SMLA_DEV void smla_store_row(const smla_quantised_row &row, uint8_t *content, float *scale,
+                             uint16_t *rope)
+{
+    const int lane = threadIdx.x & 31;
+    *reinterpret_cast<uint2 *>(content + 8 * lane) = row.content[0];
+    *reinterpret_cast<uint2 *>(content + 256 + 8 * lane) = row.content[1];
+    *reinterpret_cast<uint32_t *>(rope + 2 * lane) = row.rope;
+    if (lane == 0) *scale = row.scale;
+}
+
+/* ================================================================================================
+   >>dataflow   quantise q, append, fetch: one warp a row, grid-stride free, 64-bit rows
+   ============================================================================================== */
+enum { smla_kRowThreads = 256, smla_kRowsPerBlock = smla_kRowThreads / 32 };
+
+SMLA_DEV int64_t smla_warp_row()
+{
+    return (int64_t)blockIdx.x * smla_kRowsPerBlock + (threadIdx.x >> 5);
+}
+
+/* A cache with its defaults filled in, as kernels take it. */
+struct smla_planes {
+    uint8_t *content;
+    float *scale;
+    uint16_t *rope;
+    int64_t content_stride, scale_stride, rope_stride;
+    int page_shift;
+};
+
+struct smla_token {
+    uint8_t *content;
+    float *scale;
+    uint16_t *rope;
+};
+
+SMLA_DEV smla_token smla_locate(const smla_planes &planes, int64_t page, int64_t offset)
+{
+    smla_token t;
+    t.content = planes.content + page * planes.content_stride + offset * smla_kLatent;
+    t.scale = planes.scale + page * planes.scale_stride + offset;
+    t.rope = planes.rope + page * planes.rope_stride + offset * smla_kRope;
+    return t;
+}
+
+SMLA_DEV smla_token smla_locate_slot(const smla_planes &planes, int64_t slot)
+{
+    const int64_t page = slot >> planes.page_shift;
+    return smla_locate(planes, page, slot - (page << planes.page_shift));
+}
+
+struct smla_quantize_q_params {
+    const uint16_t *q;
+    int64_t token_stride, head_stride, rows;
+    uint8_t *content;
+    float *scale;
+    uint16_t *rope;
+    int heads;
+};
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_quantize_q_kernel(const __grid_constant__ smla_quantize_q_params p)
+{
+    const int64_t row = smla_warp_row();
+    if (row >= p.rows) return;
+    const int64_t token = row / p.heads, head = row - token * p.heads;
+    const uint16_t *q = p.q + token * p.token_stride + head * p.head_stride;
+    smla_store_row(smla_quantise_row(smla_load_row(q, q + smla_kLatent, true)),
+                   p.content + row * smla_kLatent, p.scale + row, p.rope + row * smla_kRope);
+}
+
+struct smla_append_params {
+    smla_planes planes;
+    const uint16_t *latent, *rope;
+    int64_t latent_stride, rope_stride, tokens;
+    const int64_t *slots;
+    bool vector; /* latent rows are 16-byte aligned */
+};
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_append_kernel(const __grid_constant__ smla_append_params p)
+{
+    const int64_t token = smla_warp_row();
+    if (token >= p.tokens) return;
+    const int64_t slot = p.slots[token];
+    if (slot < 0) return;
+    const smla_token to = smla_locate_slot(p.planes, slot);
+    const smla_row row = smla_load_row(p.latent + token * p.latent_stride,
+                                       p.rope + token * p.rope_stride, p.vector);
+    smla_store_row(smla_quantise_row(row), to.content, to.scale, to.rope);
+}
+
+struct smla_fetch_params {
+    smla_planes planes;
+    const int64_t *slots;
+    uint16_t *latent, *rope;
+    int64_t latent_stride, rope_stride, tokens;
+    bool vector; /* latent rows are 16-byte aligned */
+};
+
+SMLA_DEV uint4 smla_dequantise_8(uint2 code, float scale)
+{
+    const uint32_t pair[4] = {code.x, code.x >> 16, code.y, code.y >> 16};
+    uint32_t y[4];
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const float2 v = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(pair[i]));
+        y[i] = smla_bf16x2_from_f32(smla_mul_rn(v.x, scale), smla_mul_rn(v.y, scale));
+    }
+    return make_uint4(y[0], y[1], y[2], y[3]);
+}
+
+SMLA_DEV void smla_store_bf16x8(uint16_t *p, uint4 v, bool vector)
+{
+    if (vector) {
+        *reinterpret_cast<uint4 *>(p) = v;
+        return;
+    }
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        p[2 * i] = (uint16_t)w[i];
+        p[2 * i + 1] = (uint16_t)(w[i] >> 16);
+    }
+}
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_fetch_kernel(const __grid_constant__ smla_fetch_params p)
+{
+    const int64_t token = smla_warp_row();
+    if (token >= p.tokens) return;
+    const int lane = threadIdx.x & 31;
+    const int64_t slot = p.slots[token];
+    uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
+    uint32_t rope = 0;
+    if (slot >= 0) {
+        const smla_token from = smla_locate_slot(p.planes, slot);
+        const float scale = *from.scale;
+        lo = smla_dequantise_8(*reinterpret_cast<const uint2 *>(from.content + 8 * lane), scale);
+        hi = smla_dequantise_8(*reinterpret_cast<const uint2 *>(from.content + 256 + 8 * lane),
+                               scale);
+        const uint32_t r = *reinterpret_cast<const uint32_t *>(from.rope + 2 * lane);
+        rope = smla_bf16x2_from_f32(smla_mul_rn(smla_bf16_to_f32(r & 0xffffu), scale),
+                                    smla_mul_rn(smla_bf16_to_f32(r >> 16), scale));
+    }
+    uint16_t *latent = p.latent + token * p.latent_stride;
+    smla_store_bf16x8(latent + 8 * lane, lo, p.vector);
+    smla_store_bf16x8(latent + 256 + 8 * lane, hi, p.vector);
+    uint16_t *to = p.rope + token * p.rope_stride + 2 * lane;
+    to[0] = (uint16_t)rope;
+    to[1] = (uint16_t)(rope >> 16);
+}
+
+/* ================================================================================================
+   >>plan       which CTA works on which tokens of which request
+
+   The rows of a request (query tokens x heads) are cut into tiles; `group` tiles run side by side on
+   as many CTAs, a *part*, so that they meet in L2 on the same pages.  A request with more tiles than
+   that appears `groups` times in the list of work.  Item i of the list is request i / groups, tile
+   group i % groups, and costs its blocks of tokens plus an overhead per split.  The list's total cost
+   is cut into equal stretches, one a part: a part begins and ends somewhere inside an item, on a block
+   border (balanced policy) or on a multiple of split_tokens (fixed policy).
+   ============================================================================================== */
+struct smla_policy {
+    int64_t batch, groups;
+    int parts;
+    int max_seq_len;
+    int split_blocks; /* 0 = balanced; else every item is cut at multiples of this */
+};
+
+struct smla_part { /* items first .. last, empty if first > last */
+    int64_t first, last;
+    int32_t begin;  /* token at which the first item begins */
+    int32_t end;    /* token at which the last item ends, or smla_kToEnd */
+    int32_t splits; /* balanced: if the last item begins here and is cut, the number of parts, from
+                       this one on, that share it; else 0 */
+    int32_t pad;
+};
+
+struct smla_cut { /* a border in the list of work: token `token` of item `item` */
+    int64_t item;
+    int32_t token;
+};
+
+SMLA_HD int64_t smla_splits_of(const smla_policy &policy, int64_t blocks)
+{
+    if (policy.split_blocks == 0 || blocks == 0) return 1;
+    return smla_ceil_div(blocks, policy.split_blocks);
+}
+
+SMLA_HD int64_t smla_item_blocks(const smla_policy &policy, int32_t seq_len)
+{
+    return smla_ceil_div(smla_max(0, smla_min(seq_len, policy.max_seq_len)), smla_kBlock);
+}
+
+SMLA_HD int64_t smla_item_cost(const smla_policy &policy, int64_t blocks)
+{
+    if (blocks == 0) return 1; /* its zeros must still be written */
+    return blocks + smla_splits_of(policy, blocks) * smla_kOverheadBlocks;
+}
+
+/* The token at which an item is cut when `cost` of it (< its whole cost) goes to the part before. */
+SMLA_HD int32_t smla_token_at(const smla_policy &policy, int64_t cost)
+{
+    if (policy.split_blocks > 0) {
+        const int64_t split = cost / (policy.split_blocks + smla_kOverheadBlocks);
+        return (int32_t)(split * policy.split_blocks * smla_kBlock);
+    }
+    return (int32_t)(smla_max((int64_t)0, cost - smla_kOverheadBlocks) * smla_kBlock);
+}
+
+/* The border before part `part` of `used`.  cost_begin[b] is the cost of one item of all requests
+   before b, so the items of request b begin at groups * cost_begin[b]. */
+SMLA_HD smla_cut smla_cut_before(const smla_policy &policy, const int64_t *cost_begin, int part,
+                                 int used)
+{
+    smla_cut cut = {0, 0};
+    if (part == 0) return cut;
+    if (part >= used) {
+        cut.item = policy.batch * policy.groups;
+        return cut;
+    }
+    const int64_t total = cost_begin[policy.batch] * policy.groups;
+    const int64_t target = total / used * part + total % used * part / used;
+    int64_t lo = 0, hi = policy.batch - 1; /* the last request that begins at or before target */
+    while (lo < hi) {
+        const int64_t middle = (lo + hi + 1) / 2;
+        if (cost_begin[middle] * policy.groups <= target) lo = middle;
+        else hi = middle - 1;
+    }
+    const int64_t cost = cost_begin[lo + 1] - cost_begin[lo];
+    const int64_t inside = target - cost_begin[lo] * policy.groups;
+    cut.item = lo * policy.groups + inside / cost;
+    cut.token = smla_token_at(policy, inside % cost);
+    return cut;
+}
+
+/* More parts than blocks would leave parts empty. */
+SMLA_HD int smla_parts_used(const smla_policy &policy, int64_t total_cost)
+{
+    return (int)smla_max((int64_t)1, smla_min((int64_t)policy.parts, total_cost * policy.groups));
+}
+
+struct smla_plan_params {
+    smla_policy policy;
+    const int32_t *seq_lens;
+    smla_part *part;      /* [parts] */
+    int64_t *cost_begin;  /* [batch + 1] */
+    int64_t *split_begin; /* [batch + 1], fixed policy only: splits of all requests before b */
+};
+
+enum { smla_kPlanThreads = 1024 };
+
+/* Exclusive prefix sum over the block; every thread also gets the total. */
+SMLA_DEV int64_t smla_block_scan(int64_t x, int64_t *total)
+{
+    __shared__ int64_t warp_total[32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int64_t sum = x;
+    for (int d = 1; d < 32; d *= 2) {
+        const int64_t y = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += y;
+    }
+    if (lane == 31) warp_total[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        int64_t w = warp_total[lane];
+        for (int d = 1; d < 32; d *= 2) {
+            const int64_t y = __shfl_up_sync(~0u, w, d);
+            if (lane >= d) w += y;
+        }
+        warp_total[lane] = w;
+    }
+    __syncthreads();
+    *total = warp_total[31];
+    const int64_t before = warp == 0 ? 0 : warp_total[warp - 1];
+    __syncthreads(); /* the next call writes warp_total again */
+    return before + sum - x;
+}
+
+static __global__ void __launch_bounds__(smla_kPlanThreads)
+snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
+{
+    __shared__ smla_cut cuts[smla_kMaxParts + 1];
+    const smla_policy policy = p.policy;
+    const int t = threadIdx.x;
+
+    /* 1. Prefix sums of cost and splits over the requests; a thread takes a run of them. */
+    const int64_t run = smla_ceil_div(policy.batch, smla_kPlanThreads);
+    const int64_t from = smla_min(t * run, policy.batch);
+    const int64_t to = smla_min(from + run, policy.batch);
+    int64_t cost = 0, splits = 0, total_cost, total_splits;
+    for (int64_t b = from; b < to; ++b) {
+        const int64_t blocks = smla_item_blocks(policy, p.seq_lens[b]);
+        cost += smla_item_cost(policy, blocks);
+        splits += smla_splits_of(policy, blocks);
+    }
+    cost = smla_block_scan(cost, &total_cost);
+    splits = smla_block_scan(splits, &total_splits);
+    for (int64_t b = from; b < to; ++b) {
+        const int64_t blocks = smla_item_blocks(policy, p.seq_lens[b]);
+        p.cost_begin[b] = cost;
+        cost += smla_item_cost(policy, blocks);
+        if (policy.split_blocks > 0) p.split_begin[b] = splits;
+        splits += smla_splits_of(policy, blocks);
+    }
+    if (t == 0) {
+        p.cost_begin[policy.batch] = total_cost;
+        if (policy.split_blocks > 0) p.split_begin[policy.batch] = total_splits;
+    }
+    __syncthreads();
+
+    /* 2. The borders between parts, then the parts. */
+    const int used = smla_parts_used(policy, total_cost);
+    for (int i = t; i <= policy.parts; i += smla_kPlanThreads)
+        cuts[i] = smla_cut_before(policy, p.cost_begin, i, used);
+    __syncthreads();
+    for (int i = t; i < policy.parts; i += smla_kPlanThreads) {
+        const smla_cut a = cuts[i], b = cuts[i + 1];
+        smla_part part = {a.item, b.item, a.token, b.token, 0, 0};
+        if (b.token == 0) {
+            part.last = b.item - 1;
+            part.end = smla_kToEnd;
+        }
+        if (a.item == b.item && a.token == b.token) part.last = a.item - 1;
+        const bool begins_here = part.first < part.last || part.begin == 0;
+        if (part.last >= part.first && part.end != smla_kToEnd && begins_here) {
+            int lo = i + 1, hi = policy.parts - 1; /* the part in which the cut item ends */
+            while (lo < hi) {
+                const int middle = (lo + hi) / 2;
+                if (cuts[middle + 1].item > part.last) hi = middle;
+                else lo = middle + 1;
+            }
+            part.splits = lo - i + 1;
+        }
+        p.part[i] = part;
+    }
+}
+
+/* ================================================================================================
+   >>decode     what all decode kernels share: parameters, the walk over a part, the end of a split
+   ============================================================================================== */
+struct smla_decode_params {
+    smla_planes planes;
+    const int32_t *block_table;
+    int64_t table_stride;
+    const int32_t *seq_lens;
+    int32_t len_limit; /* min of max_seq_len and what the table holds */
+    int32_t s_q, heads, rows; /* rows = s_q * heads, row = query token * heads + head */
+    int32_t causal;
+    float scale_log2e; /* softmax_scale * log2(e): logits are kept in base 2 */
+    const uint16_t *q; /* bf16, or NULL and the planes */
+    int64_t q_batch_stride, q_token_stride, q_head_stride;
+    const uint8_t *q_content;
+    const float *q_scale;
+    const uint16_t *q_rope;
+    uint16_t *out;
+    int64_t out_batch_stride, out_token_stride, out_head_stride;
+    float *lse;
+    int64_t lse_batch_stride, lse_token_stride;
+    smla_policy policy;
+    const smla_part *part;
+    const int64_t *split_begin;
+    int32_t group, tiles, tile_rows;
+    float *partial_acc;   /* [slots, group, tile_rows, 512]: sums of weight * V */
+    float4 *partial_stat; /* [slots, group, tile_rows]: m, l, lq, unused */
+};
+
+/* One split of one row tile: the unit of work of a CTA. */
+struct smla_split {
+    int64_t request;
+    int32_t tile;
+    int32_t begin, end; /* tokens; begin is a multiple of 64, end too or the request's length */
+    int32_t len;        /* the request's length */
+    int64_t slot;       /* where the partial result goes; -1: straight to the output */
+};
+
+/* State of a row after a split: weights are 2^(logit - m) */
+struct smla_row_stat {
+    float m;  /* running maximum of the logits, base 2; -inf if no key was seen */
+    float l;  /* sum of the weights: lse */
+    float lq; /* sum of the weights as rounded for PV: the output's denominator */
+};
+
+SMLA_DEV int32_t smla_request_len(const smla_decode_params &p, int64_t request)
+{
+    return smla_max(0, smla_min(p.seq_lens[request], p.len_limit));
+}
+
+/* Keys that row `row` of a request of `len` tokens sees: those below the result. */
+SMLA_DEV int32_t smla_row_limit(const smla_decode_params &p, int32_t row, int32_t len)
+{
+    if (row >= p.rows) return 0;
+    return p.causal ? len - p.s_q + 1 + row / p.heads : len;
+}
+
+/* Where a CTA stands in its part: an item, and the token at which the split begins.  Everything else
+   about the split is derived again where it is needed, because registers are dear in between. */
+struct smla_cursor {
+    int64_t item;
+    int32_t begin;
+};
+
+SMLA_DEV int32_t smla_part_index(const smla_decode_params &p)
+{
+    return (int32_t)(blockIdx.x / p.group);
+}
+
+SMLA_DEV smla_cursor smla_first_split(const smla_decode_params &p)
+{
+    const smla_part part = p.part[smla_part_index(p)];
+    return {part.first, part.begin};
+}
+
+SMLA_DEV bool smla_at_end(const smla_decode_params &p, const smla_cursor &c)
+{
+    return c.item > p.part[smla_part_index(p)].last;
+}
+
+SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor &c)
+{
+    const int32_t index = smla_part_index(p), split_tokens = p.policy.split_blocks * smla_kBlock;
+    const smla_part part = p.part[index];
+    const int32_t stop = c.item == part.last ? part.end : smla_kToEnd;
+    smla_split s;
+    s.request = c.item / p.policy.groups;
+    const int64_t tile_group = c.item - s.request * p.policy.groups;
+    s.tile = (int32_t)(tile_group * p.group + blockIdx.x % p.group);
+    s.len = smla_request_len(p, s.request);
+    s.begin = c.begin;
+    if (split_tokens == 0) { /* balanced: what the part holds of the item is one split */
+        const bool whole = c.begin == 0 && stop == smla_kToEnd;
+        s.end = smla_min(stop, s.len);
+        s.slot = whole ? -1 : 2 * (int64_t)index + (c.begin == 0);
+        return s;
+    }
+    const int64_t before = p.split_begin[s.request];
+    const int64_t splits = p.split_begin[s.request + 1] - before, i = c.begin / split_tokens;
+    s.end = i == splits - 1 ? s.len : smla_min(c.begin + split_tokens, s.len);
+    s.slot = splits == 1 ? -1 : before * p.policy.groups + tile_group * splits + i;
+    return s;
+}
+
+SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
+{
+    const int64_t split_tokens = (int64_t)p.policy.split_blocks * smla_kBlock;
+    if (split_tokens > 0) {
+        const smla_part part = p.part[smla_part_index(p)];
+        const int64_t request = c.item / p.policy.groups, next = c.begin + split_tokens;
+        const int64_t splits = p.split_begin[request + 1] - p.split_begin[request];
+        if (next < splits * split_tokens && (c.item != part.last || next < part.end)) {
+            c.begin = (int32_t)next;
+            return;
+        }
+    }
+    ++c.item;
+    c.begin = 0;
+}
+
+SMLA_DEV uint16_t *smla_out_row(const smla_decode_params &p, int64_t request, int32_t row)
+{
+    const int32_t token = row / p.heads, head = row - token * p.heads;
+    return p.out + request * p.out_batch_stride + token * p.out_token_stride
+         + head * p.out_head_stride;
+}
+
+SMLA_DEV void smla_store_lse(const smla_decode_params &p, int64_t request, int32_t row,
+                             const smla_row_stat &stat)
+{
+    if (p.lse == nullptr) return;
+    const int32_t token = row / p.heads, head = row - token * p.heads;
+    p.lse[request * p.lse_batch_stride + token * p.lse_token_stride + head] =
+        stat.l == 0.0f ? smla_neg_inf() : stat.m * smla_kLn2 + __logf(stat.l);
+}
+
+/* What the sums of a row are multiplied with to give its output; 0 for a row without keys. */
+SMLA_DEV float smla_out_factor(const smla_row_stat &stat)
+{
+    return stat.l == 0.0f ? 0.0f : smla_div_rn(1.0f, stat.lq);
+}
+
+SMLA_DEV uint2 smla_bf16x4(float4 v, float factor)
+{
+    return make_uint2(smla_bf16x2_from_f32(v.x * factor, v.y * factor),
+                      smla_bf16x2_from_f32(v.z * factor, v.w * factor));
+}
+
+/* Row `row` of the request as the kernels' prologue needs it: quantised here or taken as it is. */
+SMLA_DEV smla_quantised_row smla_load_q_row(const smla_decode_params &p, int64_t request,
+                                            int32_t row)
+{
+    const int lane = threadIdx.x & 31;
+    if (p.q != nullptr) {
+        const int32_t token = row / p.heads, head = row - token * p.heads;
+        const uint16_t *q = p.q + request * p.q_batch_stride + token * p.q_token_stride
+                          + head * p.q_head_stride;
+        return smla_quantise_row(smla_load_row(q, q + smla_kLatent, true));
+    }
+    const int64_t index = request * p.rows + row;
+    smla_quantised_row y;
+    const uint8_t *content = p.q_content + index * smla_kLatent;
+    y.content[0] = *reinterpret_cast<const uint2 *>(content + 8 * lane);
+    y.content[1] = *reinterpret_cast<const uint2 *>(content + 256 + 8 * lane);
+    y.rope = *reinterpret_cast<const uint32_t *>(p.q_rope + index * smla_kRope + 2 * lane);
+    y.scale = p.q_scale[index];
+    return y;
+}
+
+/* ================================================================================================
+   >>general    the decode kernel for every GPU since compute capability 8.0, on mma.sync
+
+   A CTA of 8 warps holds a tile of 16 * kTiles rows and walks over blocks of 64 tokens:
+     load     cp.async of the next block into the other of two stages
+     scores   warp = one m16 row tile x 8 * kTiles tokens; e4m3 becomes f16 on the way to the tensor
+              core, which makes every product and, to f32, every sum exact; rope in bf16
+     softmax  running maximum, block scale, P rounded to e4m3 and kept as the f16 of equal value
+     values   warp = 64 latent dims x all rows; V turned by ldmatrix.trans; a fresh accumulator per
+              block, added to the f32 master with the block's scale
+
+   FP16 MMA serves all GPUs, those with an FP8 MMA too: mma.sync on FP8 sums with 14 bits there, and
+   at the row counts of decoding this path is bound by memory.
+
+   Fragments permute k, alike in both operands: thread (g, q) = (lane / 4, lane % 4) of an MMA feeds
+   k = 2q, 2q+1, 2q+8, 2q+9 from four consecutive dims (scores) or tokens (values).
+   A 16-byte chunk c of row r lies at chunk c ^ smla_swizzle(r), so that 16-byte reads of (2 rows x 4
+   chunks) and ldmatrix reads of the tokens below are free of bank conflicts.
+   ============================================================================================== */
+enum { smla_kGeneralThreads = 256, smla_kPPitch = 160 /* bytes of a row of P: 128 + padding */ };
+
+/* threadIdx.x, read anew in every step of a block: what it implies for addresses would otherwise be
+   kept in registers over the whole loop, more than there are. */
+SMLA_DEV int smla_tid()
+{
+    int tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
+
+SMLA_DEV int smla_swizzle(int row) { return (row & 1) << 2 | (row >> 2 & 3); }
+
+/* kHalfQ: the content of Q lies in shared memory as f16.  Else as e4m3, which fits into the 99 KB of
+   consumer GPUs but is converted again for every block, and conversions bound the speed of others. */
+template <int kTiles, bool kHalfQ> struct smla_general_smem {
+    enum { kRows = 16 * kTiles, kTokenGroups = 8 / kTiles, kQPitch = smla_kLatent * (kHalfQ ? 2 : 1) };
+    uint8_t content[2][smla_kBlock * smla_kLatent];
+    uint8_t rope[2][smla_kBlock * smla_kRope * 2];
+    uint8_t q_content[kRows * kQPitch];
+    uint8_t q_rope[kRows * smla_kRope * 2];
+    uint8_t weight[kRows * smla_kPPitch]; /* P: f16, values of e4m3 */
+    float scale[2][smla_kBlock];          /* k_s */
+    int32_t token[2][smla_kBlock];        /* token index; INT_MAX for one that does not count */
+    float2 top[kRows][kTokenGroups];      /* maxima of logit, logit + log2 k_s */
+    float2 sum[kRows][8];                 /* sums of weight, rounded weight over 8 tokens each */
+    float4 step[kRows];                   /* alpha, S', m', unused; at the end: out factor */
+    float row_factor[kRows];              /* softmax_scale * log2e * q_s */
+    int32_t limit[kRows];                 /* the row sees the tokens below */
+    smla_row_stat stat[kRows];            /* of the split so far; row threadIdx.x's own */
+};
+
+/* This thread's share of a stage: a quarter of token threadIdx.x / 4. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_load(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p, int stage,
+                                int32_t token, int32_t end, int32_t page)
+{
+    const int t = threadIdx.x >> 2, quarter = threadIdx.x & 3;
+    const bool live = token < end && page >= 0;
+    const uint32_t bytes = live ? 16 : 0; /* what does not count is filled with zeros */
+    const int32_t offset = token & ((1 << p.planes.page_shift) - 1);
+    const smla_token from = live ? smla_locate(p.planes, page, offset) : smla_locate(p.planes, 0, 0);
+    const uint32_t content = smla_smem_addr(sm.content[stage] + t * smla_kLatent);
+    const uint32_t rope = smla_smem_addr(sm.rope[stage] + t * smla_kRope * 2);
+    SMLA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+        const int c = 4 * i + quarter;
+        smla_cp_async_16(content + 16 * (c ^ smla_swizzle(t)), from.content + 16 * c, bytes);
+    }
+    SMLA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        const int c = 4 * i + quarter;
+        smla_cp_async_16(rope + 16 * (c ^ smla_swizzle(t)), from.rope + 8 * c, bytes);
+    }
+    if (quarter == 0) {
+        smla_cp_async_4(smla_smem_addr(&sm.scale[stage][t]), from.scale, live ? 4 : 0);
+        sm.token[stage][t] = live ? token : smla_kToEnd;
+    }
+}
+
+/* The page that holds this thread's token of a block, -1 if there is none. */
+SMLA_DEV int32_t smla_general_page(const smla_decode_params &p, const smla_split &s, int32_t token)
+{
+    if (token >= s.end) return -1;
+    return p.block_table[s.request * p.table_stride + (token >> p.planes.page_shift)];
+}
+
+/* Eight latent dims, 8 * index and on, of row r of Q.  As f16 they fill a chunk, and the chunks of even
+   and odd index change places so that the reads below are free of bank conflicts. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_put_q(smla_general_smem<kTiles, kHalfQ> &sm, int r, int index, uint2 code)
+{
+    uint8_t *row = sm.q_content + r * smla_general_smem<kTiles, kHalfQ>::kQPitch;
+    if (kHalfQ) {
+        const int c = (index & ~7) + 4 * (index & 1) + (index >> 1 & 3);
+        *reinterpret_cast<uint4 *>(row + 16 * (c ^ smla_swizzle(r))) =
+            make_uint4(smla_f16x2_from_e4m3x2(code.x & 0xffffu), smla_f16x2_from_e4m3x2(code.x >> 16),
+                       smla_f16x2_from_e4m3x2(code.y & 0xffffu), smla_f16x2_from_e4m3x2(code.y >> 16));
+    } else {
+        *reinterpret_cast<uint2 *>(row + 16 * (index / 2 ^ smla_swizzle(r)) + 8 * (index & 1)) = code;
+    }
+}
+
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_load_q(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+                                  const smla_split &s)
+{
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    for (int r = warp; r < 16 * kTiles; r += 8) {
+        const int32_t row = s.tile * 16 * kTiles + r;
+        smla_quantised_row y = {};
+        if (row < p.rows) y = smla_load_q_row(p, s.request, row);
+        SMLA_UNROLL
+        for (int i = 0; i < 2; ++i) smla_general_put_q(sm, r, 32 * i + lane, y.content[i]);
+        *reinterpret_cast<uint32_t *>(sm.q_rope + r * smla_kRope * 2
+                                      + 16 * (lane / 4 ^ smla_swizzle(r)) + 4 * (lane & 3)) = y.rope;
+        if (lane == 0) {
+            sm.row_factor[r] = p.scale_log2e * y.scale;
+            sm.limit[r] = smla_row_limit(p, row, s.len);
+            sm.stat[r] = {smla_neg_inf(), 0.0f, 0.0f};
+        }
+    }
+}
+
+SMLA_DEV uint4 smla_chunk(const uint8_t *rows, int pitch, int row, int chunk)
+{
+    return *reinterpret_cast<const uint4 *>(rows + row * pitch + 16 * (chunk ^ smla_swizzle(row)));
+}
+
+/* Dims 64 * j .. + 63 of a row tile of Q as the A operands of four k steps. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_get_q(const smla_general_smem<kTiles, kHalfQ> &sm, int tid, int row_tile,
+                                 int j, uint32_t (&a)[4][4])
+{
+    const int g = (tid & 31) >> 2, q = tid & 3;
+    enum { kPitch = smla_general_smem<kTiles, kHalfQ>::kQPitch };
+    SMLA_UNROLL
+    for (int half = 0; half < 2; ++half) { /* rows g and g + 8 */
+        const int row = 16 * row_tile + g + 8 * half;
+        if (kHalfQ) {
+            const uint4 lo = smla_chunk(sm.q_content, kPitch, row, 8 * j + q);
+            const uint4 hi = smla_chunk(sm.q_content, kPitch, row, 8 * j + 4 + q);
+            const uint32_t w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                a[i][half] = w[2 * i];
+                a[i][half + 2] = w[2 * i + 1];
+            }
+        } else {
+            const uint4 code = smla_chunk(sm.q_content, kPitch, row, 4 * j + q);
+            const uint32_t w[4] = {code.x, code.y, code.z, code.w};
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                a[i][half] = smla_f16x2_from_e4m3x2(w[i] & 0xffffu);
+                a[i][half + 2] = smla_f16x2_from_e4m3x2(w[i] >> 16);
+            }
+        }
+    }
+}
+
+/* Raw scores of this warp: s[n] = rows (16 * row_tile + g, + 8) x tokens (8 * (token_tile + n) + 2q,
+   + 1).  Even and odd k steps run in two chains to halve the latency. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_scores(const smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
+                                  int token_tile, float (&s)[kTiles][4])
+{
+    const int tid = smla_tid();
+    const int g = (tid & 31) >> 2, q = tid & 3;
+    float chain[2][kTiles][4] = {};
+#pragma unroll 1
+    for (int j = 0; j < smla_kLatent / 64; ++j) {
+        uint32_t a[4][4];
+        smla_general_get_q(sm, tid, row_tile, j, a);
+        SMLA_UNROLL
+        for (int n = 0; n < kTiles; ++n) {
+            const uint4 b = smla_chunk(sm.content[stage], smla_kLatent, 8 * (token_tile + n) + g,
+                                       4 * j + q);
+            const uint32_t w[4] = {b.x, b.y, b.z, b.w};
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i)
+                smla_mma_f16(chain[i & 1][n], a[i], smla_f16x2_from_e4m3x2(w[i] & 0xffffu),
+                             smla_f16x2_from_e4m3x2(w[i] >> 16));
+        }
+    }
+    SMLA_UNROLL
+    for (int j = 0; j < smla_kRope / 32; ++j) {
+        const uint4 a0 = smla_chunk(sm.q_rope, smla_kRope * 2, 16 * row_tile + g, 4 * j + q);
+        const uint4 a1 = smla_chunk(sm.q_rope, smla_kRope * 2, 16 * row_tile + g + 8, 4 * j + q);
+        const uint32_t even[4] = {a0.x, a1.x, a0.y, a1.y}, odd[4] = {a0.z, a1.z, a0.w, a1.w};
+        SMLA_UNROLL
+        for (int n = 0; n < kTiles; ++n) {
+            const uint4 b = smla_chunk(sm.rope[stage], smla_kRope * 2, 8 * (token_tile + n) + g,
+                                       4 * j + q);
+            smla_mma_bf16(chain[0][n], even, b.x, b.y);
+            smla_mma_bf16(chain[1][n], odd, b.z, b.w);
+        }
+    }
+    SMLA_UNROLL
+    for (int n = 0; n < kTiles; ++n) {
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) s[n][i] = chain[0][n][i] + chain[1][n][i];
+    }
+}
+
+/* Scores to base-2 logits, -inf where the row does not see the token; the row maxima of this warp's
+   tokens go to shared memory. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_logits(smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
+                                  int token_tile, float (&s)[kTiles][4])
+{
+    const int tid = smla_tid();
+    const int g = (tid & 31) >> 2, q = tid & 3;
+    const int32_t limit[2] = {sm.limit[16 * row_tile + g], sm.limit[16 * row_tile + g + 8]};
+    float2 top[2] = {make_float2(smla_neg_inf(), smla_neg_inf()),
+                     make_float2(smla_neg_inf(), smla_neg_inf())};
+    SMLA_UNROLL
+    for (int n = 0; n < kTiles; ++n) {
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const int t = 8 * (token_tile + n) + 2 * q + (i & 1), half = i >> 1;
+            const float k_s = sm.scale[stage][t];
+            const float x = s[n][i] * (sm.row_factor[16 * row_tile + g + 8 * half] * k_s);
+            s[n][i] = sm.token[stage][t] < limit[half] ? x : smla_neg_inf();
+            top[half].x = fmaxf(top[half].x, s[n][i]);
+            top[half].y = fmaxf(top[half].y, s[n][i] + smla_lg2(k_s));
+        }
+    }
+    SMLA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        SMLA_UNROLL
+        for (int d = 1; d < 4; d *= 2) {
+            top[half].x = fmaxf(top[half].x, __shfl_xor_sync(~0u, top[half].x, d));
+            top[half].y = fmaxf(top[half].y, __shfl_xor_sync(~0u, top[half].y, d));
+        }
+        if (q == 0) sm.top[16 * row_tile + g + 8 * half][token_tile / kTiles] = top[half];
+    }
+}
+
+/* What one block means for one row. */
+struct smla_row_step {
+    float m, alpha, block_scale, inverse; /* m', 2^(m - m'), S', 448 / F */
+};
+
+template <int kTiles, bool kHalfQ>
+SMLA_DEV smla_row_step smla_general_step(const smla_general_smem<kTiles, kHalfQ> &sm, int row)
+{
+    float2 top = sm.top[row][0];
+    SMLA_UNROLL
+    for (int i = 1; i < 8 / kTiles; ++i) {
+        top.x = fmaxf(top.x, sm.top[row][i].x);
+        top.y = fmaxf(top.y, sm.top[row][i].y);
+    }
+    const float m = sm.stat[row].m;
+    smla_row_step y;
+    y.m = fmaxf(m, top.x);
+    const float shift = y.m == smla_neg_inf() ? 0.0f : y.m;
+    y.alpha = smla_ex2(m - shift);
+    /* The floor keeps 448 / F finite; 2^-115 is far below any weight that matters. */
+    const float largest = fmaxf(smla_ex2(top.y - shift), 0x1p-115f);
+    y.block_scale = largest / smla_kE4m3Max;
+    y.inverse = smla_kE4m3Max / largest;
+    return y;
+}
+
+/* Logits to weights: P to shared memory, sums of the weights and of the rounded weights over each 8
+   tokens likewise (so that the order of summation does not depend on kTiles). */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
+                                   int token_tile, const float (&s)[kTiles][4])
+{
+    const int tid = smla_tid();
+    const int g = (tid & 31) >> 2, q = tid & 3;
+    SMLA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * row_tile + g + 8 * half;
+        const smla_row_step step = smla_general_step(sm, row);
+        const float shift = step.m == smla_neg_inf() ? 0.0f : step.m;
+        if (token_tile == 0 && q == 0)
+            sm.step[row] = make_float4(step.alpha, step.block_scale, step.m, 0.0f);
+        SMLA_UNROLL
+        for (int n = 0; n < kTiles; ++n) {
+            const int t = 8 * (token_tile + n) + 2 * q;
+            const float2 k_s = make_float2(sm.scale[stage][t], sm.scale[stage][t + 1]);
+            const float2 e = make_float2(smla_ex2(s[n][2 * half] - shift),
+                                         smla_ex2(s[n][2 * half + 1] - shift));
+            /* A masked token's k_s may be NaN, so its zero must not be a product. */
+            const uint32_t p = smla_f16x2_from_e4m3x2(
+                smla_e4m3x2_from_f32(e.x == 0.0f ? 0.0f : e.x * k_s.x * step.inverse,
+                                     e.y == 0.0f ? 0.0f : e.y * k_s.y * step.inverse));
+            *reinterpret_cast<uint32_t *>(sm.weight + row * smla_kPPitch + 2 * t) = p;
+            /* The denominator takes the weight that PV takes, unless e4m3 flushed it: a token whose
+               k_s is tiny beside the block's largest keeps its mass. */
+            const float2 v = smla_f32x2_from_f16x2(p);
+            const float rounded_x = v.x * __fdividef(step.block_scale, k_s.x);
+            const float rounded_y = v.y * __fdividef(step.block_scale, k_s.y);
+            float2 sum = make_float2(e.x + e.y,
+                                     (v.x >= smla_kE4m3MinNormal ? rounded_x : e.x)
+                                         + (v.y >= smla_kE4m3MinNormal ? rounded_y : e.y));
+            SMLA_UNROLL
+            for (int d = 1; d < 4; d *= 2) {
+                sum.x += __shfl_xor_sync(~0u, sum.x, d);
+                sum.y += __shfl_xor_sync(~0u, sum.y, d);
+            }
+            if (q == 0) sm.sum[row][token_tile + n] = sum;
+        }
+    }
+}
+
+/* The block's sums of a row, in order of tokens, into the row's state. */
+template <int kTiles, bool kHalfQ> SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kHalfQ> &sm, int row)
+{
+    const float4 step = sm.step[row];
+    float2 sum = sm.sum[row][0];
+    SMLA_UNROLL
+    for (int j = 1; j < 8; ++j) {
+        sum.x += sm.sum[row][j].x;
+        sum.y += sm.sum[row][j].y;
+    }
+    const smla_row_stat stat = sm.stat[row];
+    sm.stat[row] = {step.z, stat.l * step.x + sum.x, stat.lq * step.x + sum.y};
+}
+
+/* P of one row tile and k step of 16 tokens as the A operand. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_load_p(const smla_general_smem<kTiles, kHalfQ> &sm, int row_tile, int k,
+                                  uint32_t (&a)[4])
+{
+    const int tid = smla_tid();
+    const int g = (tid & 31) >> 2, q = tid & 3;
+    const uint8_t *row = sm.weight + (16 * row_tile + g) * smla_kPPitch + 32 * k + 8 * q;
+    const uint2 lo = *reinterpret_cast<const uint2 *>(row);
+    const uint2 hi = *reinterpret_cast<const uint2 *>(row + 8 * smla_kPPitch);
+    a[0] = lo.x;
+    a[1] = hi.x;
+    a[2] = lo.y;
+    a[3] = hi.y;
+}
+
+/* V of 16 latent dims as two B operands, even dims and odd dims: b[k step][even, odd][2]. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_load_v(const smla_general_smem<kTiles, kHalfQ> &sm, int stage, int chunk,
+                                  uint32_t (&b)[4][2][2])
+{
+    const int lane = threadIdx.x & 31, r = lane & 7;
+    const int token = 16 * (lane >> 4) + 4 * (r >> 1) + (r & 1) + (lane >> 3 & 1) * 2;
+    SMLA_UNROLL
+    for (int k = 0; k < 4; k += 2) {
+        const int row = 16 * k + token;
+        uint32_t x[4];
+        smla_ldmatrix_x4_trans(x, smla_smem_addr(sm.content[stage] + row * smla_kLatent
+                                                 + 16 * (chunk ^ smla_swizzle(row))));
+        SMLA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t even = __byte_perm(x[2 * i], x[2 * i + 1], 0x6420);
+            const uint32_t odd = __byte_perm(x[2 * i], x[2 * i + 1], 0x7531);
+            b[k + i][0][0] = smla_f16x2_from_e4m3x2(even & 0xffffu);
+            b[k + i][0][1] = smla_f16x2_from_e4m3x2(even >> 16);
+            b[k + i][1][0] = smla_f16x2_from_e4m3x2(odd & 0xffffu);
+            b[k + i][1][1] = smla_f16x2_from_e4m3x2(odd >> 16);
+        }
+    }
+}
+
+/* acc[row tile][16-dim chunk of this warp's 64][even, odd dims][4] */
+template <int kTiles> struct smla_general_acc { float v[kTiles][4][2][4]; };
+
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_values(const smla_general_smem<kTiles, kHalfQ> &sm, int stage,
+                                  smla_general_acc<kTiles> &acc)
+{
+    const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2;
+    uint32_t a[4][4]; /* one row tile: read once; more: read again for every chunk of V */
+    SMLA_UNROLL
+    for (int k = 0; k < 4 && kTiles == 1; ++k) smla_general_load_p(sm, 0, k, a[k]);
+    SMLA_UNROLL
+    for (int c = 0; c < 4; ++c) {
+        __syncwarp(); /* keeps the compiler from loading all chunks at once, which would spill */
+        uint32_t b[4][2][2];
+        smla_general_load_v(sm, stage, 4 * warp + c, b);
+        SMLA_UNROLL
+        for (int r = 0; r < kTiles; ++r) {
+            float part[2][4] = {};
+            SMLA_UNROLL
+            for (int k = 0; k < 4; ++k) {
+                if (kTiles > 1) smla_general_load_p(sm, r, k, a[k]);
+                smla_mma_f16(part[0], a[k], b[k][0][0], b[k][0][1]);
+                smla_mma_f16(part[1], a[k], b[k][1][0], b[k][1][1]);
+            }
+            const float4 lo = sm.step[16 * r + g], hi = sm.step[16 * r + g + 8];
+            SMLA_UNROLL
+            for (int odd = 0; odd < 2; ++odd) {
+                float(&v)[4] = acc.v[r][c][odd];
+                SMLA_UNROLL
+                for (int i = 0; i < 2; ++i) {
+                    v[i] = v[i] * lo.x + part[odd][i] * lo.y;
+                    v[2 + i] = v[2 + i] * hi.x + part[odd][2 + i] * hi.y;
+                }
+            }
+        }
+    }
+}
+
+/* Tokens whose scale is NaN or Inf make the rows that see them NaN through their logits (Inf becomes
+   NaN here, since a negative score would make it a silent 0); their V must not reach the other rows
+   as 0 * NaN. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_clear_v(smla_general_smem<kTiles, kHalfQ> &sm, int stage)
+{
+    const int t = threadIdx.x >> 2;
+    const bool bad = !smla_is_finite(sm.scale[stage][t]);
+    __syncthreads();
+    if (bad) {
+        sm.scale[stage][t] = __uint_as_float(smla_kNanF32);
+        for (int i = threadIdx.x & 3; i < smla_kLatent / 16; i += 4)
+            *reinterpret_cast<uint4 *>(sm.content[stage] + t * smla_kLatent + 16 * i) =
+                make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+}
+
+/* The end of a split: the output itself, or the row's partial sums. */
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_store(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+                                 const smla_split &s, const smla_general_acc<kTiles> &acc)
+{
+    const int tid = smla_tid();
+    enum { kRows = 16 * kTiles };
+    const int warp = tid >> 5, g = (tid & 31) >> 2, q = tid & 3;
+    const int32_t row0 = s.tile * kRows;
+    const int64_t partial = (s.slot * p.group + s.tile % p.group) * kRows;
+    __syncthreads(); /* everybody is done with sm.step */
+    if (tid < kRows) {
+        const int32_t row = row0 + tid;
+        const smla_row_stat stat = sm.stat[tid];
+        sm.step[tid].x = smla_out_factor(stat);
+        if (row < p.rows && s.slot < 0) smla_store_lse(p, s.request, row, stat);
+        if (row < p.rows && s.slot >= 0)
+            p.partial_stat[partial + tid] = make_float4(stat.m, stat.l, stat.lq, 0.0f);
+    }
+    __syncthreads();
+    SMLA_UNROLL
+    for (int r = 0; r < kTiles; ++r) {
+        SMLA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int tile_row = 16 * r + g + 8 * half;
+            if (row0 + tile_row >= p.rows) continue;
+            const float factor = sm.step[tile_row].x;
+            uint16_t *out = s.slot < 0 ? smla_out_row(p, s.request, row0 + tile_row) : nullptr;
+            float *sums = p.partial_acc + (partial + tile_row) * smla_kLatent;
+            SMLA_UNROLL
+            for (int c = 0; c < 4; ++c) {
+                const int dim = 64 * warp + 16 * c + 4 * q, i = 2 * half;
+                const float4 v = make_float4(acc.v[r][c][0][i], acc.v[r][c][1][i],
+                                             acc.v[r][c][0][i + 1], acc.v[r][c][1][i + 1]);
+                if (s.slot < 0) *reinterpret_cast<uint2 *>(out + dim) = smla_bf16x4(v, factor);
+                else *reinterpret_cast<float4 *>(sums + dim) = v;
+            }
+        }
+    }
+}
+
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+                                 const smla_cursor &cursor)
+{
+    const smla_split s = smla_split_at(p, cursor);
+    if (s.tile >= p.tiles) return; /* the last tile group of a request may be smaller */
+    const int warp = threadIdx.x >> 5, row_tile = warp % kTiles, token_tile = warp / kTiles * kTiles;
+
+    const int blocks = s.end > s.begin ? (int)smla_ceil_div(s.end - s.begin, smla_kBlock) : 0;
+    int32_t token = s.begin + (int32_t)(threadIdx.x >> 2); /* that this thread loads */
+    if (blocks > 0) smla_general_load(sm, p, 0, token, s.end, smla_general_page(p, s, token));
+    token += smla_kBlock;
+    int32_t page = smla_general_page(p, s, token);
+    smla_general_load_q(sm, p, s);
+
+    smla_general_acc<kTiles> acc = {};
+    for (int i = 0; i < blocks; ++i) {
+        const int stage = i & 1;
+        smla_cp_async_wait_all();
+        __syncthreads(); /* block i has landed for all; all are done with block i - 1 */
+        if (i + 1 < blocks) smla_general_load(sm, p, stage ^ 1, token, s.end, page);
+        token += smla_kBlock;
+        page = smla_general_page(p, s, token);
+
+        if (__syncthreads_or(!smla_is_finite(sm.scale[stage][threadIdx.x >> 2])))
+            smla_general_clear_v(sm, stage);
+        float x[kTiles][4];
+        smla_general_scores(sm, stage, row_tile, token_tile, x);
+        smla_general_logits(sm, stage, row_tile, token_tile, x);
+        __syncthreads();
+        smla_general_weights(sm, stage, row_tile, token_tile, x);
+        __syncthreads();
+        if (threadIdx.x < 16 * kTiles) smla_general_sum(sm, threadIdx.x);
+        smla_general_values(sm, stage, acc);
+    }
+    smla_cp_async_wait_all();
+    smla_general_store(sm, p, smla_split_at(p, cursor), acc);
+    __syncthreads(); /* everybody is done with the split's shared memory */
+}
+
+template <int kTiles, bool kHalfQ>
+static __global__ void __launch_bounds__(smla_kGeneralThreads, kTiles == 1 ? 2 : 1)
+snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
+{
+    extern __shared__ __align__(128) uint8_t smla_smem[];
+    auto &sm = *reinterpret_cast<smla_general_smem<kTiles, kHalfQ> *>(smla_smem);
+    for (smla_cursor c = smla_first_split(p); !smla_at_end(p, c); smla_advance(p, c))
+        smla_general_split(sm, p, c);
+}
+
+/* ================================================================================================
+   >>combine    one CTA merges the splits of one row, in ascending order of tokens
+   ============================================================================================== */
+enum { smla_kCombineThreads = 128 };
+
+/* Where the splits of item `item` lie: slot_of(i), i < count. */
+struct smla_split_list {
+    int64_t item;
+    int64_t first_slot; /* fixed policy: consecutive slots */
+    int32_t part;       /* balanced policy: the parts from this one on */
+    int32_t count;
+};
+
+SMLA_DEV bool smla_find_splits(const smla_decode_params &p, int64_t index, smla_split_list *list)
+{
+    if (p.policy.split_blocks > 0) { /* index = item */
+        const int64_t request = index / p.policy.groups;
+        const int64_t tile_group = index - request * p.policy.groups;
+        const int64_t count = p.split_begin[request + 1] - p.split_begin[request];
+        *list = {index, p.split_begin[request] * p.policy.groups + tile_group * count, -1,
+                 (int32_t)count};
+        return count > 1;
+    }
+    const smla_part part = p.part[index]; /* index = the part in which the item begins */
+    *list = {part.last, -1, (int32_t)index, part.splits};
+    return part.splits > 0;
+}
+
+/* The slot of split i, or -1 when the plan left that part empty. */
+SMLA_DEV int64_t smla_slot_of(const smla_decode_params &p, const smla_split_list &list, int32_t i)
+{
+    if (list.first_slot >= 0) return list.first_slot + i;
+    if (i == 0) return 2 * (int64_t)list.part + 1;
+    const smla_part part = p.part[list.part + i];
+    return part.first > part.last ? -1 : 2 * (int64_t)(list.part + i);
+}
+
+SMLA_DEV float smla_block_max(float x, float *scratch)
+{
+    SMLA_UNROLL
+    for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
+    __syncthreads();
+    return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
+}
+
+static __global__ void __launch_bounds__(smla_kCombineThreads)
+snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows_per_item)
+{
+    __shared__ float weight[smla_kCombineThreads];
+    __shared__ int64_t slot[smla_kCombineThreads];
+    __shared__ float2 sums[smla_kCombineThreads];
+    __shared__ float scratch[4];
+    smla_split_list list;
+    const int64_t index = blockIdx.x / rows_per_item;
+    if (!smla_find_splits(p, index, &list)) return;
+    const int32_t r = (int32_t)(blockIdx.x - index * rows_per_item), t = threadIdx.x;
+    const int64_t request = list.item / p.policy.groups;
+    const int64_t tile_group = list.item - request * p.policy.groups;
+    const int64_t row = tile_group * p.group * p.tile_rows + r;
+    if (row >= p.rows) return;
+    const int64_t slot_rows = (int64_t)p.group * p.tile_rows;
+
+    float m = smla_neg_inf(); /* the largest of all splits; splits without keys do not count */
+    for (int32_t i = t; i < list.count; i += smla_kCombineThreads) {
+        const int64_t at = smla_slot_of(p, list, i);
+        if (at >= 0) m = fmaxf(m, p.partial_stat[at * slot_rows + r].x);
+    }
+    m = smla_block_max(m, scratch);
+    const float shift = m == smla_neg_inf() ? 0.0f : m;
+
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    smla_row_stat stat = {m, 0.0f, 0.0f};
+    for (int32_t first = 0; first < list.count; first += smla_kCombineThreads) {
+        __syncthreads(); /* the round before is done with shared memory */
+        const int32_t n = smla_min(list.count - first, (int32_t)smla_kCombineThreads);
+        if (t < n) {
+            const int64_t at = smla_slot_of(p, list, first + t);
+            const float4 s = at < 0 ? make_float4(smla_neg_inf(), 0.0f, 0.0f, 0.0f)
+                                    : p.partial_stat[at * slot_rows + r];
+            const float w = smla_ex2(s.x - shift);
+            const bool empty = s.x == smla_neg_inf() && s.y == 0.0f;
+            weight[t] = empty ? 0.0f : w;
+            slot[t] = empty ? -1 : at;
+            sums[t] = empty ? make_float2(0.0f, 0.0f) : make_float2(s.y * w, s.z * w);
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int32_t i = 0; i < n; ++i) {
+            if (slot[i] < 0) continue;
+            const float4 v = *reinterpret_cast<const float4 *>(
+                p.partial_acc + (slot[i] * slot_rows + r) * smla_kLatent + 4 * t);
+            acc.x += v.x * weight[i];
+            acc.y += v.y * weight[i];
+            acc.z += v.z * weight[i];
+            acc.w += v.w * weight[i];
+        }
+        for (int32_t i = 0; i < n; ++i) {
+            stat.l += sums[i].x;
+            stat.lq += sums[i].y;
+        }
+    }
+    uint16_t *out = smla_out_row(p, request, (int32_t)row);
+    *reinterpret_cast<uint2 *>(out + 4 * t) = smla_bf16x4(acc, smla_out_factor(stat));
+    if (t == 0) smla_store_lse(p, request, (int32_t)row, stat);
+}
+
+/* ================================================================================================
+   >>merge      one warp a row: parts of attention over disjoint keys
+   ============================================================================================== */
+struct smla_merge_params {
+    const uint16_t *part_out;
+    const float *part_lse;
+    int64_t part_out_stride, part_lse_stride, rows;
+    uint16_t *out;
+    float *lse;
+    int parts, dim;
+};
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_merge_kernel(const __grid_constant__ smla_merge_params p)
+{
+    const int64_t row = smla_warp_row();
+    if (row >= p.rows) return;
+    const int lane = threadIdx.x & 31;
+    float top = smla_neg_inf(), sum = 0.0f;
+    for (int n = 0; n < p.parts; ++n) top = fmaxf(top, p.part_lse[n * p.part_lse_stride + row]);
+    const float shift = top == smla_neg_inf() ? 0.0f : top;
+    for (int n = 0; n < p.parts; ++n)
+        sum += smla_ex2((p.part_lse[n * p.part_lse_stride + row] - shift) * smla_kLog2e);
+    const float inverse = sum == 0.0f ? 0.0f : smla_div_rn(1.0f, sum);
+    for (int d = 8 * lane; d < p.dim; d += 8 * 32) {
+        float acc[8] = {};
+        for (int n = 0; n < p.parts; ++n) {
+            const float lse = p.part_lse[n * p.part_lse_stride + row];
+            if (lse == smla_neg_inf()) continue; /* its out may be anything */
+            const float w = smla_ex2((lse - shift) * smla_kLog2e) * inverse;
+            const uint4 v = *reinterpret_cast<const uint4 *>(p.part_out + n * p.part_out_stride
+                                                             + row * p.dim + d);
+            const uint32_t pair[4] = {v.x, v.y, v.z, v.w};
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                acc[2 * i] += w * smla_bf16_to_f32(pair[i] & 0xffffu);
+                acc[2 * i + 1] += w * smla_bf16_to_f32(pair[i] >> 16);
+            }
+        }
+        *reinterpret_cast<uint4 *>(p.out + row * p.dim + d) =
+            make_uint4(smla_bf16x2_from_f32(acc[0], acc[1]), smla_bf16x2_from_f32(acc[2], acc[3]),
+                       smla_bf16x2_from_f32(acc[4], acc[5]), smla_bf16x2_from_f32(acc[6], acc[7]));
+    }
+    __syncwarp(); /* lse may be part_lse itself */
+    if (lane == 0 && p.lse != nullptr) p.lse[row] = sum == 0.0f ? top : shift + __logf(sum);
+}
+
+/* ================================================================================================
+   >>host       defaults, argument checks, geometry, launches
+   ============================================================================================== */
+#define SMLA_CHECK(condition, code)                                                                \
+    do {                                                                                           \
+        if (!(condition)) return code;                                                             \
+    } while (0)
+#define SMLA_TRY(call)                                                                             \
+    do {                                                                                           \
+        const snapmla_result smla_result_ = (call);                                                \
+        if (smla_result_ != SNAPMLA_OK) return smla_result_;                                       \
+    } while (0)
+
+static inline bool smla_aligned(const void *p, size_t bytes) { return (uintptr_t)p % bytes == 0; }
+
+static inline int64_t smla_default(int64_t value, int64_t when_zero)
+{
+    return value == 0 ? when_zero : value;
+}
+
+/* A CUDA call's error as a result.  The caller's own pending error is left alone, and an error that
+   was not there before (`before` = cudaPeekAtLastError()) is not left behind. */
+static inline snapmla_result smla_cuda(cudaError_t before, cudaError_t error)
+{
+    if (error == cudaSuccess) return SNAPMLA_OK;
+    if (before == cudaSuccess) (void)cudaGetLastError();
+    const bool no_image =
+        error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+    return no_image ? SNAPMLA_ERROR_DEVICE : SNAPMLA_ERROR_CUDA;
+}
+
+/* An attribute of the current device. */
+static inline snapmla_result smla_attribute(cudaDeviceAttr attribute, int *value)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+    return smla_cuda(before, error);
+}
+
+static inline snapmla_result smla_launch(const void *kernel, int64_t blocks, int threads,
+                                         size_t smem_bytes, cudaStream_t stream, void **arguments)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    cudaError_t error = cudaSuccess;
+    if (smem_bytes > 48 * 1024)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)smem_bytes);
+    if (error == cudaSuccess)
+        error = cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
+                                 smem_bytes, stream);
+    return smla_cuda(before, error);
+}
+
+/* ---- defaults ---- */
+
+static inline void smla_default_dims(int32_t *latent_dim, int32_t *rope_dim)
+{
+    if (*latent_dim == 0) *latent_dim = smla_kLatent;
+    if (*rope_dim == 0) *rope_dim = smla_kRope;
+}
+
+static inline snapmla_cache smla_resolve_cache(snapmla_cache c)
+{
+    if (c.page_size == 0) c.page_size = 64;
+    smla_default_dims(&c.latent_dim, &c.rope_dim);
+    c.content_page_stride = smla_default(c.content_page_stride, (int64_t)c.page_size * c.latent_dim);
+    c.scale_page_stride = smla_default(c.scale_page_stride, c.page_size);
+    c.rope_page_stride = smla_default(c.rope_page_stride, (int64_t)c.page_size * c.rope_dim);
+    return c;
+}
+
+static inline snapmla_step smla_resolve_step(snapmla_step s)
+{
+    if (s.page_size == 0) s.page_size = 64;
+    smla_default_dims(&s.latent_dim, &s.rope_dim);
+    if (s.path == SNAPMLA_PATH_AUTO) s.path = SNAPMLA_PATH_GENERAL;
+    return s;
+}
+
+static inline snapmla_decode_desc smla_resolve_decode(snapmla_decode_desc d)
+{
+    d.step = smla_resolve_step(d.step);
+    d.cache = smla_resolve_cache(d.cache);
+    const int64_t s_q = d.step.s_q, heads = d.step.heads, latent = d.step.latent_dim;
+    const int64_t dims = latent + smla_max(0, d.step.rope_dim);
+    d.block_table_stride = smla_default(d.block_table_stride, d.block_table_width);
+    d.q_head_stride = smla_default(d.q_head_stride, dims);
+    d.q_token_stride = smla_default(d.q_token_stride, heads * d.q_head_stride);
+    d.q_batch_stride = smla_default(d.q_batch_stride, s_q * d.q_token_stride);
+    d.out_head_stride = smla_default(d.out_head_stride, latent);
+    d.out_token_stride = smla_default(d.out_token_stride, heads * d.out_head_stride);
+    d.out_batch_stride = smla_default(d.out_batch_stride, s_q * d.out_token_stride);
+    d.lse_token_stride = smla_default(d.lse_token_stride, heads);
+    d.lse_batch_stride = smla_default(d.lse_batch_stride, s_q * d.lse_token_stride);
+    return d;
+}
+
+/* ---- checks, on resolved descs, in the order of SNAPMLA_RESULT_LIST ---- */
+
+static inline snapmla_result smla_check_format(int32_t latent_dim, int32_t rope_dim, int32_t page_size)
+{
+    SMLA_CHECK(latent_dim == smla_kLatent, SNAPMLA_ERROR_LATENT_DIM);
+    SMLA_CHECK(rope_dim == smla_kRope, SNAPMLA_ERROR_ROPE_DIM);
+    SMLA_CHECK(page_size >= 1 && page_size <= 1024 && (page_size & (page_size - 1)) == 0,
+               SNAPMLA_ERROR_PAGE_SIZE);
+    return SNAPMLA_OK;
+}
+
+/* The part of a step that sizes depend on. */
+static inline snapmla_result smla_check_shape(const snapmla_step &s)
+{
+    SMLA_CHECK(s.batch >= 0, SNAPMLA_ERROR_BATCH);
+    SMLA_CHECK(s.s_q >= 0, SNAPMLA_ERROR_S_Q);
+    SMLA_CHECK(s.heads >= 0, SNAPMLA_ERROR_HEADS);
+    const int64_t rows = (int64_t)s.s_q * s.heads, most = 1 << 30;
+    SMLA_CHECK(rows <= most && rows * s.batch <= most, SNAPMLA_ERROR_HEADS);
+    SMLA_TRY(smla_check_format(s.latent_dim, s.rope_dim, s.page_size));
+    SMLA_CHECK(s.max_seq_len >= 0, SNAPMLA_ERROR_MAX_SEQ_LEN);
+    SMLA_CHECK(s.max_seq_len > 0 || s.split_tokens <= 0, SNAPMLA_ERROR_MAX_SEQ_LEN);
+    SMLA_CHECK(s.split_tokens >= 0 && s.split_tokens % 128 == 0, SNAPMLA_ERROR_SPLIT_TOKENS);
+    SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT, SNAPMLA_ERROR_MODE);
+    SMLA_CHECK(s.path == SNAPMLA_PATH_GENERAL, SNAPMLA_ERROR_PATH);
+    SMLA_CHECK(s.sm_count >= 0, SNAPMLA_ERROR_SM_COUNT);
+    return SNAPMLA_OK;
+}
+
+static inline bool smla_nothing_to_do(const snapmla_step &s)
+{
+    return s.batch == 0 || s.s_q == 0 || s.heads == 0;
+}
+
+static inline snapmla_result smla_check_planes(const snapmla_cache &c)
+{
+    const bool any = c.pages > 0;
+    const size_t scale_align = (size_t)smla_min(16, 4 * c.page_size);
+    SMLA_CHECK(!any || c.content != NULL, SNAPMLA_ERROR_NULL_CONTENT);
+    SMLA_CHECK(!any || c.scale != NULL, SNAPMLA_ERROR_NULL_SCALE);
+    SMLA_CHECK(!any || c.rope != NULL, SNAPMLA_ERROR_NULL_ROPE);
+    SMLA_CHECK(smla_aligned(c.content, smla_kAlign) && c.content_page_stride % 16 == 0,
+               SNAPMLA_ERROR_CONTENT_ALIGN);
+    SMLA_CHECK(smla_aligned(c.scale, scale_align)
+                   && c.scale_page_stride % (int64_t)(scale_align / 4) == 0,
+               SNAPMLA_ERROR_SCALE_ALIGN);
+    SMLA_CHECK(smla_aligned(c.rope, smla_kAlign) && c.rope_page_stride % 8 == 0,
+               SNAPMLA_ERROR_ROPE_ALIGN);
+    SMLA_CHECK(c.content_page_stride >= (int64_t)c.page_size * c.latent_dim,
+               SNAPMLA_ERROR_CONTENT_STRIDE);
+    SMLA_CHECK(c.scale_page_stride >= c.page_size, SNAPMLA_ERROR_SCALE_STRIDE);
+    SMLA_CHECK(c.rope_page_stride >= (int64_t)c.page_size * c.rope_dim, SNAPMLA_ERROR_ROPE_STRIDE);
+    return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_check_cache(const snapmla_cache &c)
+{
+    SMLA_TRY(smla_check_format(c.latent_dim, c.rope_dim, c.page_size));
+    SMLA_CHECK(c.pages >= 0, SNAPMLA_ERROR_PAGES);
+    return smla_check_planes(c);
+}
+
+static inline snapmla_result smla_check_q(const snapmla_decode_desc &d)
+{
+    const bool any_plane = d.q_content != NULL || d.q_scale != NULL || d.q_rope != NULL;
+    const bool planes = d.q_content != NULL && d.q_scale != NULL && d.q_rope != NULL;
+    SMLA_CHECK(d.q != NULL || planes, SNAPMLA_ERROR_NULL_Q);
+    SMLA_CHECK(d.q == NULL || !any_plane, SNAPMLA_ERROR_Q_TWICE);
+    SMLA_CHECK(smla_aligned(d.q, smla_kAlign) && smla_aligned(d.q_content, smla_kAlign)
+                   && smla_aligned(d.q_scale, 4) && smla_aligned(d.q_rope, smla_kAlign),
+               SNAPMLA_ERROR_Q_ALIGN);
+    SMLA_CHECK((d.q_head_stride | d.q_token_stride | d.q_batch_stride) % 8 == 0,
+               SNAPMLA_ERROR_Q_ALIGN);
+    const int64_t dims = d.step.latent_dim + d.step.rope_dim;
+    SMLA_CHECK(d.q_head_stride >= dims && d.q_token_stride >= dims && d.q_batch_stride >= dims,
+               SNAPMLA_ERROR_Q_STRIDE);
+    return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_check_outputs(const snapmla_decode_desc &d)
+{
+    const int64_t latent = d.step.latent_dim, heads = d.step.heads;
+    SMLA_CHECK(d.out != NULL, SNAPMLA_ERROR_NULL_OUT);
+    SMLA_CHECK(smla_aligned(d.out, smla_kAlign)
+                   && (d.out_head_stride | d.out_token_stride | d.out_batch_stride) % 8 == 0,
+               SNAPMLA_ERROR_OUT_ALIGN);
+    SMLA_CHECK(d.out_head_stride >= latent && d.out_token_stride >= latent
+                   && d.out_batch_stride >= latent,
+               SNAPMLA_ERROR_OUT_STRIDE);
+    SMLA_CHECK(d.lse_token_stride >= heads && d.lse_batch_stride >= heads, SNAPMLA_ERROR_LSE_STRIDE);
+    return SNAPMLA_OK;
+}
+
+/* ---- geometry: how a step lies on the machine ---- */
+
+struct smla_geometry {
+    smla_policy policy;
+    int32_t tile_rows, tiles, group;
+    int64_t slots; /* partial results that may be needed at once */
+    bool half_q;
+};
+
+/* How the general kernel lies on the device: tiles of 32 rows where there are more than 16 and the
+   shared memory for them; two CTAs an SM where they fit.  Without a device (sm_count given): as on
+   compute capability 9.0. */
+struct smla_general_shape {
+    int32_t tile_rows;
+    int blocks_per_sm;
+    bool half_q;
+};
+
+static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_general_shape *shape)
+{
+    int most = 227 * 1024, per_sm = 228 * 1024;
+    const snapmla_result a = smla_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+    const snapmla_result b = smla_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, &per_sm);
+    if (s.sm_count == 0) {
+        SMLA_TRY(a);
+        SMLA_TRY(b);
+    }
+    shape->half_q = most >= (int)sizeof(smla_general_smem<2, true>);
+    shape->tile_rows = shape->half_q && (int64_t)s.s_q * s.heads > 16 ? 32 : 16;
+    const int block = (int)sizeof(smla_general_smem<1, true>) + 1024; /* 1 KB is the system's */
+    shape->blocks_per_sm = shape->tile_rows == 16 && per_sm >= 2 * block ? 2 : 1;
+    return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geometry *g)
+{
+    int sm_count = s.sm_count;
+    smla_general_shape shape;
+    const int64_t rows = (int64_t)s.s_q * s.heads;
+    if (sm_count == 0) SMLA_TRY(smla_attribute(cudaDevAttrMultiProcessorCount, &sm_count));
+    SMLA_TRY(smla_shape_general(s, &shape));
+    g->tile_rows = shape.tile_rows;
+    g->half_q = shape.half_q;
+    g->tiles = (int32_t)smla_ceil_div(rows, g->tile_rows);
+    g->policy.batch = s.batch;
+    g->policy.groups = smla_ceil_div(g->tiles, smla_kMaxGroup);
+    g->group = (int32_t)smla_ceil_div(g->tiles, g->policy.groups);
+    const int64_t blocks = (int64_t)smla_min(sm_count, 4096) * shape.blocks_per_sm;
+    g->policy.parts =
+        (int)smla_min(smla_max(blocks / g->group, (int64_t)1), (int64_t)smla_kMaxParts);
+    g->policy.max_seq_len = s.max_seq_len == 0 ? INT_MAX - smla_kBlock : s.max_seq_len;
+    g->policy.split_blocks = s.split_tokens / smla_kBlock;
+    g->slots = 2 * g->policy.parts;
+    if (g->policy.split_blocks > 0)
+        g->slots = s.batch * g->policy.groups * smla_ceil_div(s.max_seq_len, s.split_tokens);
+    return SNAPMLA_OK;
+}
+
+/* No item can be cut: the outputs are written directly, and there is nothing to combine. */
+static inline bool smla_never_cut(const smla_geometry &g)
+{
+    if (g.policy.split_blocks > 0)
+        return smla_ceil_div(g.policy.max_seq_len, smla_kBlock) <= g.policy.split_blocks;
+    return g.policy.parts == 1;
+}
+
+/* The plan's memory: parts, then the prefix sums. */
+static inline size_t smla_plan_size(const smla_geometry &g)
+{
+    const size_t sums = g.policy.split_blocks > 0 ? 2 : 1;
+    const size_t bytes = g.policy.parts * sizeof(smla_part)
+                       + sums * (size_t)(g.policy.batch + 1) * sizeof(int64_t);
+    return (bytes + smla_kAlign - 1) / smla_kAlign * smla_kAlign;
+}
+
+static inline smla_plan_params smla_plan_layout(const snapmla_step &s, const smla_geometry &g)
+{
+    smla_plan_params p;
+    p.policy = g.policy;
+    p.seq_lens = s.seq_lens;
+    p.part = (smla_part *)s.plan;
+    p.cost_begin = (int64_t *)(p.part + g.policy.parts);
+    p.split_begin = g.policy.split_blocks > 0 ? p.cost_begin + g.policy.batch + 1 : NULL;
+    return p;
+}
+
+static inline size_t smla_partial_rows(const smla_geometry &g)
+{
+    return (size_t)g.slots * (size_t)g.group * (size_t)g.tile_rows;
+}
+
+static inline size_t smla_workspace_size(const smla_geometry &g)
+{
+    if (smla_never_cut(g)) return 0;
+    return smla_partial_rows(g) * (smla_kLatent * sizeof(float) + sizeof(float4));
+}
+
+static inline snapmla_result smla_check_plan(const snapmla_step &s, const smla_geometry &g)
+{
+    SMLA_CHECK(s.seq_lens != NULL, SNAPMLA_ERROR_NULL_SEQ_LENS);
+    SMLA_CHECK(s.plan != NULL, SNAPMLA_ERROR_NULL_PLAN);
+    SMLA_CHECK(smla_aligned(s.plan, smla_kAlign), SNAPMLA_ERROR_PLAN_ALIGN);
+    SMLA_CHECK(s.plan_bytes >= smla_plan_size(g), SNAPMLA_ERROR_PLAN_BYTES);
+    return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_check_decode(const snapmla_decode_desc &d, smla_geometry *g)
+{
+    SMLA_TRY(smla_check_shape(d.step));
+    if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
+    SMLA_TRY(smla_plan_geometry(d.step, g));
+    SMLA_TRY(smla_check_plan(d.step, *g));
+    SMLA_CHECK(d.step.latent_dim == d.cache.latent_dim && d.step.rope_dim == d.cache.rope_dim
+                   && d.step.page_size == d.cache.page_size,
+               SNAPMLA_ERROR_STEP_CACHE);
+    SMLA_TRY(smla_check_cache(d.cache));
+    SMLA_CHECK(d.block_table_width >= 0, SNAPMLA_ERROR_TABLE_WIDTH);
+    SMLA_CHECK(d.block_table_width == 0 || d.block_table != NULL, SNAPMLA_ERROR_NULL_BLOCK_TABLE);
+    SMLA_CHECK(d.block_table_stride >= d.block_table_width, SNAPMLA_ERROR_TABLE_STRIDE);
+    SMLA_CHECK(d.causal == 0 || d.causal == 1, SNAPMLA_ERROR_CAUSAL);
+    SMLA_CHECK(d.softmax_scale > 0.0f && d.softmax_scale <= 3.4e38f, SNAPMLA_ERROR_SOFTMAX_SCALE);
+    SMLA_TRY(smla_check_q(d));
+    SMLA_TRY(smla_check_outputs(d));
+    if (smla_workspace_size(*g) == 0) return SNAPMLA_OK;
+    SMLA_CHECK(d.workspace != NULL, SNAPMLA_ERROR_NULL_WORKSPACE);
+    SMLA_CHECK(smla_aligned(d.workspace, smla_kAlign), SNAPMLA_ERROR_WORKSPACE_ALIGN);
+    SMLA_CHECK(d.workspace_bytes >= smla_workspace_size(*g), SNAPMLA_ERROR_WORKSPACE_BYTES);
+    return SNAPMLA_OK;
+}
+
+static inline smla_planes smla_device_planes(const snapmla_cache &c)
+{
+    smla_planes p;
+    p.content = (uint8_t *)c.content;
+    p.scale = c.scale;
+    p.rope = (uint16_t *)c.rope;
+    p.content_stride = c.content_page_stride;
+    p.scale_stride = c.scale_page_stride;
+    p.rope_stride = c.rope_page_stride;
+    for (p.page_shift = 0; 1 << p.page_shift < c.page_size;) ++p.page_shift;
+    return p;
+}
+
+static inline smla_decode_params smla_device_decode(const snapmla_decode_desc &d,
+                                                    const smla_geometry &g)
+{
+    const smla_plan_params plan = smla_plan_layout(d.step, g);
+    const int64_t held = d.cache.pages == 0 ? 0 : (int64_t)d.block_table_width * d.cache.page_size;
+    smla_decode_params p;
+    p.planes = smla_device_planes(d.cache);
+    p.block_table = d.block_table;
+    p.table_stride = d.block_table_stride;
+    p.seq_lens = d.step.seq_lens;
+    p.len_limit = (int32_t)smla_min(held, (int64_t)g.policy.max_seq_len);
+    p.s_q = d.step.s_q;
+    p.heads = d.step.heads;
+    p.rows = d.step.s_q * d.step.heads;
+    p.causal = d.causal;
+    p.scale_log2e = d.softmax_scale * smla_kLog2e;
+    p.q = (const uint16_t *)d.q;
+    p.q_batch_stride = d.q_batch_stride;
+    p.q_token_stride = d.q_token_stride;
+    p.q_head_stride = d.q_head_stride;
+    p.q_content = (const uint8_t *)d.q_content;
+    p.q_scale = d.q_scale;
+    p.q_rope = (const uint16_t *)d.q_rope;
+    p.out = (uint16_t *)d.out;
+    p.out_batch_stride = d.out_batch_stride;
+    p.out_token_stride = d.out_token_stride;
+    p.out_head_stride = d.out_head_stride;
+    p.lse = d.lse;
+    p.lse_batch_stride = d.lse_batch_stride;
+    p.lse_token_stride = d.lse_token_stride;
+    p.policy = g.policy;
+    p.part = plan.part;
+    p.split_begin = plan.split_begin;
+    p.group = g.group;
+    p.tiles = g.tiles;
+    p.tile_rows = g.tile_rows;
+    p.partial_acc = (float *)d.workspace;
+    p.partial_stat = (float4 *)(p.partial_acc + smla_partial_rows(g) * smla_kLatent);
+    return p;
+}
+
+template <int kTiles, bool kHalfQ>
+static inline snapmla_result smla_launch_general(const smla_decode_params &p, cudaStream_t stream)
+{
+    void *arguments[] = {(void *)&p};
+    return smla_launch((const void *)snapmla_decode_general_kernel<kTiles, kHalfQ>,
+                       (int64_t)p.policy.parts * p.group, smla_kGeneralThreads,
+                       sizeof(smla_general_smem<kTiles, kHalfQ>), stream, arguments);
+}
+
+static inline snapmla_result smla_launch_decode(const smla_decode_params &p, const smla_geometry &g,
+                                                cudaStream_t stream)
+{
+    if (!g.half_q) return smla_launch_general<1, false>(p, stream);
+    return g.tile_rows == 16 ? smla_launch_general<1, true>(p, stream)
+                             : smla_launch_general<2, true>(p, stream);
+}
+
+static inline snapmla_result smla_launch_combine(const smla_decode_params &p, cudaStream_t stream)
+{
+    int32_t rows_per_item = smla_min(p.rows, p.group * p.tile_rows);
+    const int64_t items =
+        p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups : p.policy.parts - 1;
+    void *arguments[] = {(void *)&p, &rows_per_item};
+    return smla_launch((const void *)snapmla_combine_kernel, items * rows_per_item,
+                       smla_kCombineThreads, 0, stream, arguments);
+}
+
+/* One warp a row. */
+static inline snapmla_result smla_launch_rows(const void *kernel, void *params, int64_t rows,
+                                              cudaStream_t stream)
+{
+    void *arguments[] = {params};
+    SMLA_CHECK(rows / smla_kRowsPerBlock < INT_MAX, SNAPMLA_ERROR_TOKENS);
+    return smla_launch(kernel, smla_ceil_div(rows, smla_kRowsPerBlock), smla_kRowThreads, 0, stream,
+                       arguments);
+}
+
+/* Latent and rope rows of append and fetch: two tensors, or one with the rope behind the latent. */
+struct smla_rows {
+    uint16_t *latent, *rope;
+    int64_t latent_stride, rope_stride;
+    bool vector;
+};
+
+static inline snapmla_result smla_check_rows(const void *latent, int64_t latent_stride,
+                                             const void *rope, int64_t rope_stride,
+                                             const snapmla_cache &c, smla_rows *y)
+{
+    const bool behind = rope == NULL;
+    const int64_t least = c.latent_dim + (behind ? c.rope_dim : 0);
+    y->latent = (uint16_t *)latent;
+    y->latent_stride = smla_default(latent_stride, least);
+    y->rope = behind ? y->latent + c.latent_dim : (uint16_t *)rope;
+    y->rope_stride = behind ? y->latent_stride : smla_default(rope_stride, c.rope_dim);
+    y->vector = smla_aligned(latent, smla_kAlign) && y->latent_stride % 8 == 0;
+    SMLA_CHECK(latent != NULL, SNAPMLA_ERROR_NULL_LATENT);
+    SMLA_CHECK(smla_aligned(latent, 2) && smla_aligned(rope, 2), SNAPMLA_ERROR_KEY_ALIGN);
+    SMLA_CHECK(y->latent_stride >= least && y->rope_stride >= c.rope_dim, SNAPMLA_ERROR_KEY_STRIDE);
+    return SNAPMLA_OK;
+}
+
+/* ================================================================================================
+   >>public     the functions of >>api, in the same order
+   ============================================================================================== */
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+SNAPMLA_API int snapmla_version(void) { return SNAPMLA_VERSION; }
+
+SNAPMLA_API const char *snapmla_result_string(snapmla_result result)
+{
+    switch ((int)result) {
+#define SMLA_RESULT_CASE(name, value, text)                                                        \
+    case value: return text;
+        SNAPMLA_RESULT_LIST(SMLA_RESULT_CASE)
+#undef SMLA_RESULT_CASE
+    default: return "not a snapmla result";
+    }
+}
+
+SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    int major = 0;
+    SMLA_TRY(smla_cuda(before,
+                       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)));
+    SMLA_CHECK(major >= 8, SNAPMLA_ERROR_DEVICE);
+    if (path != NULL) *path = SNAPMLA_PATH_GENERAL;
+    return SNAPMLA_OK;
+}
+
+SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
+                                           snapmla_decode_desc *resolved)
+{
+    SMLA_CHECK(desc != NULL && resolved != NULL, SNAPMLA_ERROR_NULL_DESC);
+    snapmla_decode_desc d = smla_resolve_decode(*desc);
+    smla_geometry g;
+    SMLA_TRY(smla_check_decode(d, &g));
+    if (d.step.sm_count == 0)
+        SMLA_TRY(smla_attribute(cudaDevAttrMultiProcessorCount, &d.step.sm_count));
+    *resolved = d;
+    return SNAPMLA_OK;
+}
+
+SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    snapmla_quantize_q_desc d = *desc;
+    smla_default_dims(&d.latent_dim, &d.rope_dim);
+    const int64_t dims = (int64_t)d.latent_dim + d.rope_dim;
+    d.q_head_stride = smla_default(d.q_head_stride, dims);
+    d.q_token_stride = smla_default(d.q_token_stride, d.heads * d.q_head_stride);
+    SMLA_CHECK(d.heads >= 0, SNAPMLA_ERROR_HEADS);
+    SMLA_CHECK(d.tokens >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_TRY(smla_check_format(d.latent_dim, d.rope_dim, 64));
+    if (d.tokens == 0 || d.heads == 0) return SNAPMLA_OK;
+    SMLA_CHECK(d.tokens <= INT64_MAX / d.heads, SNAPMLA_ERROR_TOKENS);
+    SMLA_CHECK(d.q != NULL && d.q_content != NULL && d.q_scale != NULL && d.q_rope != NULL,
+               SNAPMLA_ERROR_NULL_Q);
+    SMLA_CHECK(smla_aligned(d.q, smla_kAlign) && smla_aligned(d.q_content, smla_kAlign)
+                   && smla_aligned(d.q_scale, 4) && smla_aligned(d.q_rope, smla_kAlign)
+                   && (d.q_head_stride | d.q_token_stride) % 8 == 0,
+               SNAPMLA_ERROR_Q_ALIGN);
+    SMLA_CHECK(d.q_head_stride >= dims && d.q_token_stride >= dims, SNAPMLA_ERROR_Q_STRIDE);
+    smla_quantize_q_params p;
+    p.q = (const uint16_t *)d.q;
+    p.token_stride = d.q_token_stride;
+    p.head_stride = d.q_head_stride;
+    p.rows = d.tokens * d.heads;
+    p.content = (uint8_t *)d.q_content;
+    p.scale = d.q_scale;
+    p.rope = (uint16_t *)d.q_rope;
+    p.heads = d.heads;
+    return smla_launch_rows((const void *)snapmla_quantize_q_kernel, &p, p.rows, d.stream);
+}
+
+SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_cache c = smla_resolve_cache(desc->cache);
+    SMLA_CHECK(desc->tokens >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_TRY(smla_check_cache(c));
+    if (desc->tokens == 0) return SNAPMLA_OK;
+    smla_rows rows;
+    SMLA_TRY(smla_check_rows(desc->latent, desc->latent_stride, desc->rope, desc->rope_stride, c,
+                             &rows));
+    SMLA_CHECK(desc->slots != NULL, SNAPMLA_ERROR_NULL_SLOTS);
+    smla_append_params p;
+    p.planes = smla_device_planes(c);
+    p.latent = rows.latent;
+    p.rope = rows.rope;
+    p.latent_stride = rows.latent_stride;
+    p.rope_stride = rows.rope_stride;
+    p.tokens = desc->tokens;
+    p.slots = desc->slots;
+    p.vector = rows.vector;
+    return smla_launch_rows((const void *)snapmla_append_kernel, &p, p.tokens, desc->stream);
+}
+
+SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_cache c = smla_resolve_cache(desc->cache);
+    SMLA_CHECK(desc->tokens >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_TRY(smla_check_cache(c));
+    if (desc->tokens == 0) return SNAPMLA_OK;
+    smla_rows rows;
+    SMLA_TRY(smla_check_rows(desc->latent, desc->latent_stride, desc->rope, desc->rope_stride, c,
+                             &rows));
+    SMLA_CHECK(desc->slots != NULL, SNAPMLA_ERROR_NULL_SLOTS);
+    smla_fetch_params p;
+    p.planes = smla_device_planes(c);
+    p.slots = desc->slots;
+    p.latent = rows.latent;
+    p.rope = rows.rope;
+    p.latent_stride = rows.latent_stride;
+    p.rope_stride = rows.rope_stride;
+    p.tokens = desc->tokens;
+    p.vector = rows.vector;
+    return smla_launch_rows((const void *)snapmla_fetch_kernel, &p, p.tokens, desc->stream);
+}
+
+SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *bytes)
+{
+    SMLA_CHECK(step != NULL && bytes != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_step s = smla_resolve_step(*step);
+    smla_geometry g;
+    SMLA_TRY(smla_check_shape(s));
+    if (smla_nothing_to_do(s)) {
+        *bytes = 0;
+        return SNAPMLA_OK;
+    }
+    SMLA_TRY(smla_plan_geometry(s, &g));
+    *bytes = smla_plan_size(g);
+    return SNAPMLA_OK;
+}
+
+SNAPMLA_API snapmla_result snapmla_plan(const snapmla_step *step)
+{
+    SMLA_CHECK(step != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_step s = smla_resolve_step(*step);
+    smla_geometry g;
+    SMLA_TRY(smla_check_shape(s));
+    if (smla_nothing_to_do(s)) return SNAPMLA_OK;
+    SMLA_TRY(smla_plan_geometry(s, &g));
+    SMLA_TRY(smla_check_plan(s, g));
+    smla_plan_params p = smla_plan_layout(s, g);
+    void *arguments[] = {&p};
+    return smla_launch((const void *)snapmla_plan_kernel, 1, smla_kPlanThreads, 0, s.stream,
+                       arguments);
+}
+
+SNAPMLA_API snapmla_result snapmla_decode_workspace(const snapmla_step *step, size_t *bytes)
+{
+    SMLA_CHECK(step != NULL && bytes != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_step s = smla_resolve_step(*step);
+    smla_geometry g;
+    SMLA_TRY(smla_check_shape(s));
+    if (smla_nothing_to_do(s)) {
+        *bytes = 0;
+        return SNAPMLA_OK;
+    }
+    SMLA_TRY(smla_plan_geometry(s, &g));
+    *bytes = smla_workspace_size(g);
+    return SNAPMLA_OK;
+}
+
+SNAPMLA_API snapmla_result snapmla_decode(const snapmla_decode_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_decode_desc d = smla_resolve_decode(*desc);
+    smla_geometry g;
+    SMLA_TRY(smla_check_decode(d, &g));
+    if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
+    const smla_decode_params p = smla_device_decode(d, g);
+    SMLA_TRY(smla_launch_decode(p, g, d.step.stream));
+    return smla_never_cut(g) ? SNAPMLA_OK : smla_launch_combine(p, d.step.stream);
+}
+
+SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    snapmla_merge_desc d = *desc;
+    if (d.dim == 0) d.dim = smla_kLatent;
+    SMLA_CHECK(d.rows >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_CHECK(d.dim > 0 && d.dim % 8 == 0, SNAPMLA_ERROR_LATENT_DIM);
+    if (d.rows == 0) return SNAPMLA_OK;
+    SMLA_CHECK(d.rows <= INT64_MAX / d.dim, SNAPMLA_ERROR_TOKENS);
+    d.part_out_stride = smla_default(d.part_out_stride, d.rows * d.dim);
+    d.part_lse_stride = smla_default(d.part_lse_stride, d.rows);
+    SMLA_CHECK(d.part_out != NULL && d.out != NULL, SNAPMLA_ERROR_NULL_OUT);
+    SMLA_CHECK(smla_aligned(d.part_out, smla_kAlign) && smla_aligned(d.out, smla_kAlign)
+                   && d.part_out_stride % 8 == 0,
+               SNAPMLA_ERROR_OUT_ALIGN);
+    SMLA_CHECK(d.part_lse != NULL, SNAPMLA_ERROR_NULL_LSE);
+    SMLA_CHECK(d.parts > 0, SNAPMLA_ERROR_PARTS);
+    SMLA_CHECK(d.part_out_stride >= d.rows * d.dim && d.part_lse_stride >= d.rows,
+               SNAPMLA_ERROR_PART_STRIDE);
+    smla_merge_params p;
+    p.part_out = (const uint16_t *)d.part_out;
+    p.part_lse = d.part_lse;
+    p.part_out_stride = d.part_out_stride;
+    p.part_lse_stride = d.part_lse_stride;
+    p.rows = d.rows;
+    p.out = (uint16_t *)d.out;
+    p.lse = d.lse;
+    p.parts = d.parts;
+    p.dim = d.dim;
+    return smla_launch_rows((const void *)snapmla_merge_kernel, &p, p.rows, d.stream);
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+/* ================================================================================================
+   >>cleanup    nothing private outlives the header
+   ============================================================================================== */
+#undef SMLA_DEV
+#undef SMLA_HD
+#undef SMLA_UNROLL
+#undef SMLA_CHECK
+#undef SMLA_TRY
+
+#endif /* SNAPMLA_IMPLEMENTATION */
+
+/*
+MIT License
+
+Copyright (c) 2026 The snapmla authors
+
+Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+associated documentation files (the "Software"), to deal in the Software without restriction,
+including without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense,
+and/or sell copies of the Software, and to permit persons to whom the Software is furnished to do so,
+subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all copies or substantial
+portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT
+LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT.
+IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION
+WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+*/
