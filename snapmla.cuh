@@ -435,6 +435,8 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc);
 
 #include <limits.h>
 
+#include <cuda_runtime.h>
+
 /* ================================================================================================
    >>util
    ============================================================================================== */
@@ -1910,14 +1912,29 @@ static inline snapmla_result smla_attribute(cudaDeviceAttr attribute, int *value
     return smla_cuda(before, error);
 }
 
+/* Lets a kernel have more than the 48 KB of shared memory that all get, at its first launch on a
+   device.  Not by cudaFuncSetAttribute(), which resets the caller's pending error. */
+static inline cudaError_t smla_allow_smem(const void *kernel, size_t bytes)
+{
+    cudaFuncAttributes have;
+    cudaKernel_t handle;
+    int device = 0;
+    cudaError_t error = cudaFuncGetAttributes(&have, kernel);
+    if (error != cudaSuccess || have.maxDynamicSharedSizeBytes >= (int)bytes) return error;
+    error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaGetKernel(&handle, kernel);
+    if (error == cudaSuccess)
+        error = cudaKernelSetAttributeForDevice(
+            handle, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes, device);
+    return error;
+}
+
 static inline snapmla_result smla_launch(const void *kernel, int64_t blocks, int threads,
                                          size_t smem_bytes, cudaStream_t stream, void **arguments)
 {
     const cudaError_t before = cudaPeekAtLastError();
     cudaError_t error = cudaSuccess;
-    if (smem_bytes > 48 * 1024)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)smem_bytes);
+    if (smem_bytes > 48 * 1024) error = smla_allow_smem(kernel, smem_bytes);
     if (error == cudaSuccess)
         error = cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
                                  smem_bytes, stream);

@@ -39,7 +39,7 @@
        acc = acc * alpha + S' * sum p8_t V8_t, the sum in a fresh accumulator
      A split ends with (m, l, lq, acc).  Splits merge in ascending order: M = max m, each weighs
      2^(m - M); out = bf16(acc / lq), lse = M ln 2 + ln l.
-     A block whose largest f_t is below 448 / FLT_MAX (1.3e-36) counts in l and lq only.
+     A block whose S' would be subnormal, max f_t < 448 * 2^-126 = 5.3e-36, counts in l and lq only.
      fp8_tensor_core = 1: content products of QK, and PV, by the arithmetic of
      snapmla_ref_mma_e4m3(), 32 dims or tokens a step; rope products of QK, after the content, by
      that of snapmla_ref_mma_bf16(), 16 dims a step.
@@ -245,7 +245,7 @@ SNAPMLA_REF_API int snapmla_ref_merge(const snapmla_ref_merge_desc *desc);
 #define SMLAR_RESTRICT
 #endif
 
-#define SMLAR_FLT_MAX 3.402823466e+38f
+#define SMLAR_FLT_MIN 1.17549435e-38f
 #define SMLAR_LOG2E 1.44269504088896340736f
 #define SMLAR_LN2 0.69314718055994530942f
 
@@ -374,9 +374,10 @@ static float smlar_toward_zero(double x) {
     return fabs((double)f) > fabs(x) ? smlar_float(smlar_bits(f) - 1) : f;
 }
 
-/* magnitude * 2^left, bits below the unit cut off; left may be any number below 40 */
+/* magnitude * 2^left with its sign, bits below the unit cut off; 0 * 2^anything is 0 */
 static int64_t smlar_align(int64_t magnitude, int left, int negative) {
-    const int64_t n = left >= 0 ? magnitude << left : left > -63 ? magnitude >> -left : 0;
+    int64_t n = 0;
+    if (magnitude && left > -63) n = left >= 0 ? magnitude << left : magnitude >> -left;
     return negative ? -n : n;
 }
 
@@ -409,10 +410,8 @@ SNAPMLA_REF_API float snapmla_ref_mma_e4m3(float c, const uint8_t *a, const uint
     /* the unit is 2^(top - 13); products have 6 fraction bits, the accumulator 23 */
     sum = smlar_align(c_significand, c_exponent - top + 13 - 23, smlar_bits(c) >> 31 != 0);
     for (int k = 0; k < 32; k++) {
-        if (product[k]) {
-            const int negative = ((a[k] ^ b[k]) & 0x80) != 0;
-            sum += smlar_align(product[k], exponent[k] - top + 13 - 6, negative);
-        }
+        const int negative = ((a[k] ^ b[k]) & 0x80) != 0;
+        sum += smlar_align(product[k], exponent[k] - top + 13 - 6, negative);
     }
     return (float)smlar_truncated(sum, 14, top - 13);
 }
@@ -439,10 +438,8 @@ SNAPMLA_REF_API float snapmla_ref_mma_bf16(float c, const uint16_t *a, const uin
     /* the unit is 2^(top - 25); products have 14 fraction bits, the accumulator 23 */
     sum = smlar_align(c_significand, c_exponent - top + 25 - 23, smlar_bits(c) >> 31 != 0);
     for (int k = 0; k < 16; k++) {
-        if (product[k]) {
-            const int negative = ((a[k] ^ b[k]) & 0x8000) != 0;
-            sum += smlar_align(product[k], exponent[k] - top + 25 - 14, negative);
-        }
+        const int negative = ((a[k] ^ b[k]) & 0x8000) != 0;
+        sum += smlar_align(product[k], exponent[k] - top + 25 - 14, negative);
     }
     return smlar_toward_zero(ldexp((double)sum, top - 25));
 }
@@ -1095,7 +1092,7 @@ static int smlar_weigh(const smlar_job *job, const smlar_group *group, smlar_sta
             inverse = 1.0f / before;
         }
     }
-    if (!(inverse <= SMLAR_FLT_MAX)) unit = inverse = 0; /* too small for a scale: no values */
+    if (!(unit >= SMLAR_FLT_MIN)) unit = inverse = 0; /* too small for a scale: no values */
     *gain = unit;
     for (int64_t t = 0; t < seen; t++) {
         const float rounded =
@@ -1501,7 +1498,7 @@ SNAPMLA_REF_API int snapmla_ref_merge(const snapmla_ref_merge_desc *desc) {
 #undef SMLAR_MALLOC
 #undef SMLAR_FREE
 #undef SMLAR_RESTRICT
-#undef SMLAR_FLT_MAX
+#undef SMLAR_FLT_MIN
 #undef SMLAR_LOG2E
 #undef SMLAR_LN2
 
