@@ -38,7 +38,13 @@
    TABLE OF CONTENTS   search for the tag
        >>config >>version >>result >>types >>api                              declarations
        >>impl >>util >>ptx >>convert >>quantise >>dataflow >>plan >>decode
-       >>general >>combine >>merge >>host >>public >>cleanup                  implementation
+       >>general >>hopper >>combine >>merge >>host >>public >>cleanup         implementation
+
+   FUNCTIONS   contracts stand at >>api
+       snapmla_version  snapmla_result_string  snapmla_device_supported  snapmla_resolve
+       snapmla_quantize_q  snapmla_append  snapmla_fetch                          data flow
+       snapmla_plan_bytes  snapmla_plan  snapmla_decode_workspace  snapmla_decode  attention
+       snapmla_merge                                                              several GPUs
 
    CONCEPTS
        latent      c = RMSNorm(W_DKV h), 512 wide: the keys' content and, the same numbers, the values
@@ -91,8 +97,12 @@
            l   = l * 2^(m - m') + sum e;   lse = m ln2 + ln l
            lq  the same sum over the weights as rounded (p8 S' / k_s); out = acc / lq
        A fresh accumulator for every block keeps long contexts right: the running output never sits in
-       a tensor core.  Dividing by the rounded weights takes their common error out; where e4m3 has
-       flushed a weight (a token whose k_s is tiny beside its neighbours') the exact one is taken.
+       a tensor core.  On the general path the products run as FP16, exact, with f32 sums.  On the
+       Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes two
+       accumulators of 256 dims each, and a logit whose products all have one sign still comes out
+       about 1e-3 of it too small.
+       Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
+       (a token whose k_s is tiny beside its neighbours') the exact one is taken.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
        give the bits of s_q calls with one.
@@ -101,14 +111,19 @@
    HOW IT WORKS
        snapmla_plan     one block: prefix sums over the lengths, then equal stretches of work, "parts",
                         one for each group of CTAs; a request may be cut between parts
-       decode kernel    a CTA walks over its part, split by split: general path see >>general
-                            cache --cp.async--> stages --e4m3 to f16--> mma.sync scores
-                            --> base-2 softmax, P to e4m3 --> mma.sync values --> f32 sums
-                        whole requests are written as BF16, cut ones as f32 partial sums
+       decode kernel    a CTA walks over its part, split by split; whole requests are written as BF16,
+                        cut ones as f32 partial sums
+           >>general    cache --cp.async--> two stages --e4m3 to f16--> mma.sync scores
+                        --> base-2 softmax, P to e4m3 --> mma.sync values --> f32 sums
+           >>hopper     load warp --TMA--> four stages --> softmax warpgroup: wgmma scores, P to e4m3
+                        --> two values warpgroups: V turned in registers, wgmma, f32 sums
        combine          merges the splits of a cut request in ascending order
 
-   LIMITS      latent 512 and rope 64 only; batch * s_q * heads up to 2^30; no tuned Hopper path yet:
-               this version runs mma.sync kernels on every GPU.
+   PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
+               page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
+               but do not give the same bits.
+
+   LIMITS      latent 512 and rope 64 only; batch * s_q * heads up to 2^30.
 
    HISTORY     0.1.0   first version
 
@@ -169,7 +184,7 @@ extern "C" {
     X(SNAPMLA_ERROR_MAX_SEQ_LEN, -12, "max_seq_len is negative, or 0 with split_tokens")           \
     X(SNAPMLA_ERROR_SPLIT_TOKENS, -13, "split_tokens is negative or no multiple of 128")           \
     X(SNAPMLA_ERROR_MODE, -14, "mode is not one of snapmla_mode")                                  \
-    X(SNAPMLA_ERROR_PATH, -15, "path is not one of snapmla_path")                                  \
+    X(SNAPMLA_ERROR_PATH, -15, "path is not one of snapmla_path, or not for this page_size")        \
     X(SNAPMLA_ERROR_SM_COUNT, -16, "sm_count is negative")                                         \
     X(SNAPMLA_ERROR_NULL_SEQ_LENS, -17, "seq_lens is NULL")                                        \
     X(SNAPMLA_ERROR_NULL_PLAN, -18, "plan is NULL")                                                \
@@ -224,6 +239,7 @@ typedef enum snapmla_result {
 typedef enum snapmla_path {
     SNAPMLA_PATH_AUTO = 0,
     SNAPMLA_PATH_GENERAL = 1, /* mma.sync, compute capability 8.0 and newer, every shape */
+    SNAPMLA_PATH_SM90 = 2,    /* FP8 wgmma and TMA: code for sm_90a, pages of 64 tokens and more */
     SNAPMLA_PATH_FORCE_INT = 0x7fffffff
 } snapmla_path;
 
@@ -370,8 +386,10 @@ SNAPMLA_API int snapmla_version(void);
 /* One line of English for a result; never NULL. */
 SNAPMLA_API const char *snapmla_result_string(snapmla_result result);
 
-/* SNAPMLA_OK if the CUDA device has a usable path, SNAPMLA_ERROR_DEVICE if it has none.
-   *path (may be NULL) receives the path that SNAPMLA_PATH_AUTO takes for the (512, 64) format. */
+/* SNAPMLA_OK if the CUDA device has a usable path, SNAPMLA_ERROR_DEVICE if it has none or no code for
+   it was compiled in (which only the current device can tell), SNAPMLA_ERROR_CUDA if there is none.
+   *path (may be NULL) receives the path that SNAPMLA_PATH_AUTO takes for pages of 64 tokens; for a
+   device that is not the current one, SNAPMLA_PATH_GENERAL. */
 SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path);
 
 /* Check *desc as snapmla_decode() does and write it to *resolved with every default filled in
@@ -435,34 +453,41 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc);
 
 #include <limits.h>
 
+#include <cuda.h> /* types of tensor maps; nothing of libcuda is linked */
 #include <cuda_runtime.h>
 
 /* ================================================================================================
    >>util
    ============================================================================================== */
-#define SMLA_DEV static __device__ __forceinline__
-#define SMLA_HD static __host__ __device__ __forceinline__
+#define SMLA_DEV [[maybe_unused]] static __device__ __forceinline__
+#define SMLA_HD [[maybe_unused]] static __host__ __device__ __forceinline__
+#define SMLA_CONST [[maybe_unused]] static constexpr
 #define SMLA_UNROLL _Pragma("unroll")
 
-enum {
-    smla_kLatent = 512,      /* latent dims: K content and V */
-    smla_kRope = 64,         /* rope dims, K only */
-    smla_kBlock = 64,        /* tokens that share one P scale and one partial accumulator */
-    smla_kAlign = 16,        /* bytes: the unit of all loads */
-    smla_kToEnd = INT_MAX,   /* "up to the request's length, whatever it is by then" */
-    smla_kMaxParts = 1024,   /* parts a plan can have: one block plans them all */
-    smla_kMaxGroup = 8,      /* row tiles of a request that run side by side on the same pages */
-    smla_kOverheadBlocks = 2 /* what starting and ending a split costs, in blocks of tokens */
-};
+SMLA_CONST int smla_kLatent = 512; /* latent dims: K content and V */
+SMLA_CONST int smla_kRope = 64; /* rope dims, K only */
+/* tokens that share one P scale and one partial accumulator */
+SMLA_CONST int smla_kBlock = 64;
+SMLA_CONST int smla_kAlign = 16; /* bytes: the unit of all loads */
+/* "up to the request's length, whatever it is by then" */
+SMLA_CONST int smla_kToEnd = INT_MAX;
+SMLA_CONST int smla_kMaxParts = 1024; /* parts a plan can have: one block plans them all */
+/* row tiles of a request that run side by side on the same pages */
+SMLA_CONST int smla_kMaxGroup = 8;
+/* the same on the Hopper path: 132 SMs are a multiple of 1, 2, 3, 4 */
+SMLA_CONST int smla_kHopperGroup = 4;
+SMLA_CONST int smla_kHopperPage = 64; /* least page size of the Hopper path */
+/* what starting and ending a split costs, in blocks of tokens */
+SMLA_CONST int smla_kOverheadBlocks = 2;
 
-static constexpr float smla_kLog2e = 1.4426950408889634f;
-static constexpr float smla_kLn2 = 0.6931471805599453f;
-static constexpr float smla_kE4m3Max = 448.0f;
-static constexpr float smla_kE4m3MinNormal = 0.015625f; /* 2^-6 */
-static constexpr float smla_kAmaxFloor = 1e-26f;
-static constexpr uint32_t smla_kNanF32 = 0x7fc00000u;
-static constexpr uint32_t smla_kNanBf16 = 0x7fc0u;
-static constexpr uint32_t smla_kNanE4m3 = 0x7fu;
+SMLA_CONST float smla_kLog2e = 1.4426950408889634f;
+SMLA_CONST float smla_kLn2 = 0.6931471805599453f;
+SMLA_CONST float smla_kE4m3Max = 448.0f;
+SMLA_CONST float smla_kE4m3MinNormal = 0.015625f; /* 2^-6 */
+SMLA_CONST float smla_kAmaxFloor = 1e-26f;
+SMLA_CONST uint32_t smla_kNanF32 = 0x7fc00000u;
+SMLA_CONST uint32_t smla_kNanBf16 = 0x7fc0u;
+SMLA_CONST uint32_t smla_kNanE4m3 = 0x7fu;
 
 template <typename T> SMLA_HD T smla_min(T a, T b) { return a < b ? a : b; }
 template <typename T> SMLA_HD T smla_max(T a, T b) { return a > b ? a : b; }
@@ -669,14 +694,27 @@ SMLA_DEV uint32_t smla_amax_bits(uint4 v)
     return amax;
 }
 
-SMLA_DEV uint2 smla_quantise_8(uint4 v, float scale)
+/* x / scale.  If quick: two Newton steps with inverse = 1 / scale, rounded, give the bits of IEEE
+   division for all quotients that e4m3 does not round to 0, as long as nothing is near overflow; the
+   division itself takes several times as long. */
+SMLA_DEV float smla_scaled(float x, float scale, float inverse, bool quick)
+{
+    if (!quick) return smla_div_rn(x, scale);
+    float y = x * inverse;
+    y = __fmaf_rn(__fmaf_rn(-scale, y, x), inverse, y);
+    y = __fmaf_rn(__fmaf_rn(-scale, y, x), inverse, y);
+    return copysignf(y, x);
+}
+
+SMLA_DEV uint2 smla_quantise_8(uint4 v, float scale, float inverse, bool quick)
 {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
     uint32_t code[4];
     SMLA_UNROLL
     for (int i = 0; i < 4; ++i)
-        code[i] = smla_e4m3x2_from_f32(smla_div_rn(smla_bf16_to_f32(w[i] & 0xffffu), scale),
-                                       smla_div_rn(smla_bf16_to_f32(w[i] >> 16), scale));
+        code[i] = smla_e4m3x2_from_f32(
+            smla_scaled(smla_bf16_to_f32(w[i] & 0xffffu), scale, inverse, quick),
+            smla_scaled(smla_bf16_to_f32(w[i] >> 16), scale, inverse, quick));
     return make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
 }
 
@@ -692,9 +730,16 @@ SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
         return y;
     }
     const float magnitude = smla_bf16_to_f32(amax);
+    const bool quick = magnitude > 1e-15f && magnitude < 1e30f; /* the same in the whole warp */
     y.scale = smla_div_rn(magnitude > smla_kAmaxFloor ? magnitude : smla_kAmaxFloor, smla_kE4m3Max);
-    y.content[0] = smla_quantise_8(row.latent[0], y.scale);
-    y.content[1] = smla_quantise_8(row.latent[1], y.scale);
+    const float inverse = smla_div_rn(1.0f, y.scale);
+    if (quick) {
+        y.content[0] = smla_quantise_8(row.latent[0], y.scale, inverse, true);
+        y.content[1] = smla_quantise_8(row.latent[1], y.scale, inverse, true);
+    } else {
+        y.content[0] = smla_quantise_8(row.latent[0], y.scale, inverse, false);
+        y.content[1] = smla_quantise_8(row.latent[1], y.scale, inverse, false);
+    }
     y.rope = smla_bf16x2_from_f32(smla_div_rn(smla_bf16_to_f32(row.rope & 0xffffu), y.scale),
                                   smla_div_rn(smla_bf16_to_f32(row.rope >> 16), y.scale));
     return y;
@@ -713,7 +758,8 @@ SMLA_DEV void smla_store_row(const smla_quantised_row &row, uint8_t *content, fl
 /* ================================================================================================
    >>dataflow   quantise q, append, fetch: one warp a row, grid-stride free, 64-bit rows
    ============================================================================================== */
-enum { smla_kRowThreads = 256, smla_kRowsPerBlock = smla_kRowThreads / 32 };
+SMLA_CONST int smla_kRowThreads = 256;
+SMLA_CONST int smla_kRowsPerBlock = smla_kRowThreads / 32;
 
 SMLA_DEV int64_t smla_warp_row()
 {
@@ -950,7 +996,7 @@ struct smla_plan_params {
     int64_t *split_begin; /* [batch + 1], fixed policy only: splits of all requests before b */
 };
 
-enum { smla_kPlanThreads = 1024 };
+SMLA_CONST int smla_kPlanThreads = 1024;
 
 /* Exclusive prefix sum over the block; every thread also gets the total. */
 SMLA_DEV int64_t smla_block_scan(int64_t x, int64_t *total)
@@ -1226,7 +1272,8 @@ SMLA_DEV smla_quantised_row smla_load_q_row(const smla_decode_params &p, int64_t
    A 16-byte chunk c of row r lies at chunk c ^ smla_swizzle(r), so that 16-byte reads of (2 rows x 4
    chunks) and ldmatrix reads of the tokens below are free of bank conflicts.
    ============================================================================================== */
-enum { smla_kGeneralThreads = 256, smla_kPPitch = 160 /* bytes of a row of P: 128 + padding */ };
+SMLA_CONST int smla_kGeneralThreads = 256;
+SMLA_CONST int smla_kPPitch = 160; /* bytes of a row of P: 128 + padding */
 
 /* threadIdx.x, read anew in every step of a block: what it implies for addresses would otherwise be
    kept in registers over the whole loop, more than there are. */
@@ -1242,7 +1289,9 @@ SMLA_DEV int smla_swizzle(int row) { return (row & 1) << 2 | (row >> 2 & 3); }
 /* kHalfQ: the content of Q lies in shared memory as f16.  Else as e4m3, which fits into the 99 KB of
    consumer GPUs but is converted again for every block, and conversions bound the speed of others. */
 template <int kTiles, bool kHalfQ> struct smla_general_smem {
-    enum { kRows = 16 * kTiles, kTokenGroups = 8 / kTiles, kQPitch = smla_kLatent * (kHalfQ ? 2 : 1) };
+    static constexpr int kRows = 16 * kTiles;
+    static constexpr int kTokenGroups = 8 / kTiles;
+    static constexpr int kQPitch = smla_kLatent * (kHalfQ ? 2 : 1);
     uint8_t content[2][smla_kBlock * smla_kLatent];
     uint8_t rope[2][smla_kBlock * smla_kRope * 2];
     uint8_t q_content[kRows * kQPitch];
@@ -1260,8 +1309,8 @@ template <int kTiles, bool kHalfQ> struct smla_general_smem {
 
 /* This thread's share of a stage: a quarter of token threadIdx.x / 4. */
 template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_load(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p, int stage,
-                                int32_t token, int32_t end, int32_t page)
+SMLA_DEV void smla_general_load(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+                                int stage, int32_t token, int32_t end, int32_t page)
 {
     const int t = threadIdx.x >> 2, quarter = threadIdx.x & 3;
     const bool live = token < end && page >= 0;
@@ -1341,7 +1390,7 @@ SMLA_DEV void smla_general_get_q(const smla_general_smem<kTiles, kHalfQ> &sm, in
                                  int j, uint32_t (&a)[4][4])
 {
     const int g = (tid & 31) >> 2, q = tid & 3;
-    enum { kPitch = smla_general_smem<kTiles, kHalfQ>::kQPitch };
+    constexpr int kPitch = smla_general_smem<kTiles, kHalfQ>::kQPitch;
     SMLA_UNROLL
     for (int half = 0; half < 2; ++half) { /* rows g and g + 8 */
         const int row = 16 * row_tile + g + 8 * half;
@@ -1515,7 +1564,8 @@ SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kHalfQ> &sm, int st
 }
 
 /* The block's sums of a row, in order of tokens, into the row's state. */
-template <int kTiles, bool kHalfQ> SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kHalfQ> &sm, int row)
+template <int kTiles, bool kHalfQ>
+SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kHalfQ> &sm, int row)
 {
     const float4 step = sm.step[row];
     float2 sum = sm.sum[row][0];
@@ -1632,7 +1682,7 @@ SMLA_DEV void smla_general_store(smla_general_smem<kTiles, kHalfQ> &sm, const sm
                                  const smla_split &s, const smla_general_acc<kTiles> &acc)
 {
     const int tid = smla_tid();
-    enum { kRows = 16 * kTiles };
+    constexpr int kRows = 16 * kTiles;
     const int warp = tid >> 5, g = (tid & 31) >> 2, q = tid & 3;
     const int32_t row0 = s.tile * kRows;
     const int64_t partial = (s.slot * p.group + s.tile % p.group) * kRows;
@@ -1708,7 +1758,7 @@ SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const sm
 }
 
 template <int kTiles, bool kHalfQ>
-static __global__ void __launch_bounds__(smla_kGeneralThreads, kTiles == 1 ? 2 : 1)
+static __global__ void __launch_bounds__(smla_kGeneralThreads, kTiles == 1 && kHalfQ ? 2 : 1)
 snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
 {
     extern __shared__ __align__(128) uint8_t smla_smem[];
@@ -1718,9 +1768,1029 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
 }
 
 /* ================================================================================================
+   >>hopper     the decode kernel for compute capability 9.0: TMA, mbarriers, FP8 wgmma
+
+   A CTA of 4 warpgroups (WG) walks over blocks of 64 tokens with a tile of kRows = 16, 32 or 64
+   query rows.  Blocks pass through a ring of 4 stages, one CTA on an SM:
+     WG 0, 1  values    O^T[256 dims x rows] += V^T P^T: V^T in registers (ldmatrix.trans + prmt), P
+                        from shared memory, a fresh accumulator per block, then FP32 masters
+     WG 2     softmax   S[64 rows x 64 tokens] = Q K^T (FP8, then rope in BF16, one accumulator), the
+                        weights, P rounded to e4m3
+     WG 3     warp 0 load: TMA; warp 1 prepare: scales of a block, V rows that must be zero;
+              warps 2, 3 sum: the denominator from the weights as they were rounded
+   A stage's barriers, in the order of a block's life:
+     full     load -> softmax, prepare   content, scales and rope have landed
+     ready    prepare -> softmax, values scales are prepared, V rows that do not count are zero
+     weights  softmax -> values, sum     P and its scales S'
+     empty    values, sum -> load        nobody needs the stage any more
+
+   Softmax.  y = logit + log2 k_s is the logarithm of a token's weight on its FP8 content.  A block's
+   largest weight of a row becomes 448, which e4m3 holds exactly (SnapMLA's scale), and the block's
+   sums count with S' = 2^(largest y - log2 448 - ref).  ref is the largest y of the row's first block
+   and stays, unless a later one is 2^60 times as large: f32 has room for S'.  Only then masters must
+   be multiplied with an alpha.
+   A row's state at the end of a split is (m = ref, l, lq, acc), all sums in units of 2^m:
+     l   = sum of 2^(logit - m)             unrounded
+     lq  = sum of P / k_s where P is a normal e4m3 number, else of 2^(logit - m)
+     acc = sum of P * V8
+   ============================================================================================== */
+SMLA_CONST int smla_kHopperThreads = 512;
+SMLA_CONST int smla_kHopperTile = 64; /* rows of QK's accumulator, whatever kRows */
+SMLA_CONST int smla_kStages = 4;
+/* bytes of a column block: 64 tokens x 128 bytes, swizzled */
+SMLA_CONST int smla_kColumn = smla_kBlock * 128;
+SMLA_CONST int smla_kStageBytes = 5 * smla_kColumn; /* 4 of content, 1 of rope */
+SMLA_CONST int smla_kBlockBytes = smla_kStageBytes + smla_kBlock * 4; /* what TMA brings */
+/* registers of a thread of values, softmax and the rest: setmaxnreg */
+SMLA_CONST int smla_kValuesRegs = 192;
+SMLA_CONST int smla_kSoftmaxRegs = 96;
+SMLA_CONST int smla_kLoadRegs = 32;
+SMLA_CONST int smla_kAhead = 2; /* pairs of token scales that softmax reads ahead */
+
+SMLA_CONST float smla_kLog2E4m3Max = 8.807354922057604f; /* log2 448 */
+SMLA_CONST float smla_kRefSlack = 60.0f;                 /* binades above ref without moving it */
+SMLA_CONST float smla_kFlushed = 7.5f / 512.0f;      /* below: e4m3 is subnormal or 0 */
+
+struct smla_hopper_maps {
+    CUtensorMap content; /* {512, page size, pages} bytes, boxes of {128, 64, 1} */
+    CUtensorMap rope;    /* {64, page size, pages} bf16, boxes of {64, 64, 1} */
+};
+
+struct smla_block_info {
+    int32_t mask;      /* some row does not see some token, or a token is bad */
+    int32_t valid;     /* tokens of the block that exist */
+    uint32_t bad_even; /* bit i: token 2i exists and its scale is NaN or Inf */
+    uint32_t bad_odd;  /* the same of token 2i + 1 */
+};
+
+struct alignas(1024) smla_hopper_smem {
+    uint8_t stage[smla_kStages][smla_kStageBytes];
+    uint8_t q_content[4 * smla_kColumn];
+    uint8_t q_rope[smla_kColumn];
+    uint8_t weight[smla_kStages][smla_kHopperTile * smla_kBlock]; /* P, 64-byte rows, swizzled */
+    float scale[smla_kStages][smla_kBlock];     /* k_s as loaded */
+    float4 k_s[smla_kStages][smla_kBlock / 2]; /* of two tokens, and log2 of them; k_s = 0 for tokens
+                                                  that do not exist or are bad */
+    float inverse_k_s[smla_kStages][smla_kBlock]; /* in the order of P's bytes */
+    float block_scale[smla_kStages][smla_kHopperTile]; /* S' */
+    float alpha[smla_kStages][smla_kHopperTile];
+    int32_t token0[smla_kStages];  /* the block's first token */
+    float4 stat[2][smla_kHopperTile]; /* m, l, and the two parts of lq: too small for P, in P */
+    float factor[smla_kHopperTile];   /* softmax_scale * log2e * q_s */
+    float2 flushed[128];              /* of softmax's threads, which have no registers for it */
+    int32_t limit[smla_kHopperTile];  /* keys below this are seen */
+    smla_split split[2];           /* from load to all other roles */
+    smla_block_info info[smla_kStages];
+    int32_t valid[smla_kStages];   /* from load to prepare */
+    uint32_t moved[smla_kStages];  /* byte w: rows 16w .. 16w+15 have an alpha other than 1 */
+    uint64_t full[smla_kStages], ready[smla_kStages], weights[smla_kStages], empty[smla_kStages];
+    uint64_t split_full[2], split_empty[2];
+    uint64_t stat_full[2]; /* softmax, sum -> values: stat of a split is written */
+};
+static_assert(sizeof(smla_hopper_smem) <= 227 * 1024, "shared memory of compute capability 9.0");
+
+/* ---- PTX of compute capability 9.0 ---- */
+
+/* mbarrier.init.shared::cta.b64 [bar], count;   PTX ISA "mbarrier", 7.0. */
+SMLA_DEV void smla_mbarrier_init(uint32_t bar, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
+}
+
+SMLA_DEV void smla_mbarrier_arrive(uint32_t bar)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
+}
+
+SMLA_DEV void smla_mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(bar), "r"(bytes) : "memory");
+}
+
+/* Waits until the phase with this parity is complete. */
+SMLA_DEV void smla_mbarrier_wait(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}"
+                 :: "r"(bar), "r"(parity) : "memory");
+}
+
+/* cp.async.bulk.tensor.3d: a box of a tensor map, coordinates innermost first. */
+SMLA_DEV void smla_tma_load_3d(uint32_t dst, const CUtensorMap *map, int32_t c0, int32_t c1,
+                               int32_t c2, uint32_t bar)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];"
+                 :: "r"(dst), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+/* cp.async.bulk.shared::cluster.global: 16-byte aligned, a multiple of 16 bytes. */
+SMLA_DEV void smla_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+
+/* st.shared.u32 [addr], x; */
+SMLA_DEV void smla_store_shared(uint32_t addr, uint32_t x)
+{
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(addr), "r"(x) : "memory");
+}
+
+/* fence.proxy.async: generic writes before it are seen by wgmma and TMA after it. */
+SMLA_DEV void smla_fence_async()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* bar.sync id, threads; */
+SMLA_DEV void smla_bar_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+template <int kRegs> SMLA_DEV void smla_setmaxnreg_inc()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegs));
+}
+
+template <int kRegs> SMLA_DEV void smla_setmaxnreg_dec()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegs));
+}
+
+SMLA_DEV void smla_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+SMLA_DEV void smla_wgmma_commit()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+SMLA_DEV void smla_wgmma_wait_all()
+{
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+/* Keeps the compiler from moving accesses to an accumulator across wgmma's asynchrony. */
+template <int kN> SMLA_DEV void smla_pin(float (&d)[kN])
+{
+    SMLA_UNROLL
+    for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+/* wgmma's descriptor of a K-major operand: address, 8-row pitch, swizzle; PTX ISA "matrix-descriptor".
+   The next 32 bytes of k: + 2. */
+SMLA_CONST int smla_kSwizzle128 = 1;
+SMLA_CONST int smla_kSwizzle64 = 2;
+
+SMLA_DEV uint64_t smla_wgmma_desc(uint32_t addr, uint32_t pitch8, uint32_t swizzle)
+{
+    return (uint64_t)((addr & 0x3ffffu) >> 4) | (uint64_t)1 << 16 | (uint64_t)(pitch8 >> 4) << 32
+         | (uint64_t)swizzle << 62;
+}
+
+#define SMLA_ACC8(d, i) "+f"((d)[i]), "+f"((d)[i + 1]), "+f"((d)[i + 2]), "+f"((d)[i + 3]), \
+    "+f"((d)[i + 4]), "+f"((d)[i + 5]), "+f"((d)[i + 6]), "+f"((d)[i + 7])
+#define SMLA_ACC16(d, i) SMLA_ACC8(d, i), SMLA_ACC8(d, i + 8)
+#define SMLA_ACC32(d) SMLA_ACC16(d, 0), SMLA_ACC16(d, 16)
+#define SMLA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SMLA_D16 SMLA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SMLA_D32 SMLA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
+    "%28, %29, %30, %31"
+
+/* wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3: d = a b (+ d if accumulate), both operands in
+   shared memory; PTX ISA "wgmma.mma_async", 8.0. */
+SMLA_DEV void smla_wgmma_m64n64k32_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SMLA_D32 "}, "
+                 "%32, %33, p, 1, 1;\n}"
+                 : SMLA_ACC32(d) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+SMLA_DEV void smla_wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" SMLA_D32 "}, "
+                 "%32, %33, 1, 1, 1, 0, 0;"
+                 : SMLA_ACC32(d) : "l"(a), "l"(b));
+}
+
+/* The same on e4m3 with a in registers and n = 64, 32 or 16. */
+SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SMLA_D32 "}, "
+                 "{%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+                 : SMLA_ACC32(d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" SMLA_D16 "}, "
+                 "{%16, %17, %18, %19}, %20, p, 1, 1;\n}"
+                 : SMLA_ACC16(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" SMLA_D8 "}, "
+                 "{%8, %9, %10, %11}, %12, p, 1, 1;\n}"
+                 : SMLA_ACC8(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+/* ---- what all roles share ---- */
+
+SMLA_DEV int32_t smla_split_blocks(const smla_split &s)
+{
+    return s.end > s.begin ? (int32_t)smla_ceil_div(s.end - s.begin, smla_kBlock) : 0;
+}
+
+/* The load warp walks over this CTA's splits and hands them to the others through a ring of two. */
+template <typename Run> SMLA_DEV void smla_hopper_for_each_split(smla_hopper_smem &sm, Run run)
+{
+    for (uint32_t i = 0;; ++i) {
+        const int entry = i & 1;
+        smla_mbarrier_wait(smla_smem_addr(&sm.split_full[entry]), i >> 1 & 1);
+        const smla_split &s = sm.split[entry];
+        if (s.tile < 0) break;
+        run(s, i);
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.split_empty[entry]));
+    }
+}
+
+/* Blocks of all splits of a CTA run through one ring; every role counts them for itself. */
+struct smla_ring {
+    uint32_t block;
+    __device__ int stage() const { return block % smla_kStages; }
+    __device__ uint32_t parity() const { return block / smla_kStages & 1; }
+};
+
+/* named barriers */
+/* values, softmax: together they have written the first Q */
+SMLA_CONST int smla_kBarFirstQuery = 1;
+SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been written */
+SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
+
+template <int kRows> struct smla_hopper_roles {
+    static constexpr int kSoftmaxWarps = kRows / 16; /* that have rows */
+    static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
+    static constexpr int kStatWarps = kSoftmaxWarps + kSumWarps; /* that write stat */
+    static constexpr int kWarps = 8 + 4 + 1 + kSumWarps; /* values, softmax, prepare, sum */
+};
+
+/* Over groups of 4 lanes: the threads of a row of wgmma's accumulator. */
+SMLA_DEV float smla_row_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+SMLA_DEV float smla_row_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* ---- load ---- */
+
+/* One block into a stage: 4 column blocks of content, rope, scales. */
+SMLA_DEV void smla_hopper_load_block(smla_hopper_smem &sm, const smla_decode_params &p,
+                                     const smla_hopper_maps &maps, int stage, int32_t page,
+                                     int32_t offset)
+{
+    const uint32_t bar = smla_smem_addr(&sm.full[stage]), to = smla_smem_addr(sm.stage[stage]);
+    smla_mbarrier_arrive_expect_tx(bar, smla_kBlockBytes);
+    SMLA_UNROLL
+    for (int c = 0; c < 4; ++c)
+        smla_tma_load_3d(to + c * smla_kColumn, &maps.content, 128 * c, offset, page, bar);
+    smla_tma_load_3d(to + 4 * smla_kColumn, &maps.rope, 0, offset, page, bar);
+    smla_bulk_load(smla_smem_addr(sm.scale[stage]),
+                   p.planes.scale + page * p.planes.scale_stride + offset, smla_kBlock * 4, bar);
+}
+
+/* The page of block `block` of a split, -1 if there is none. */
+SMLA_DEV int32_t smla_hopper_page(const smla_decode_params &p, const smla_split &s, int32_t block,
+                                  int32_t blocks)
+{
+    if (block >= blocks) return -1;
+    const int32_t token = s.begin + block * smla_kBlock;
+    return p.block_table[s.request * p.table_stride + (token >> p.planes.page_shift)];
+}
+
+/* Hands split i to the other roles; a negative tile says that there is none. */
+SMLA_DEV void smla_hopper_announce(smla_hopper_smem &sm, uint32_t i, const smla_split &s)
+{
+    const int entry = i & 1;
+    if ((threadIdx.x & 31) == 0) {
+        smla_mbarrier_wait(smla_smem_addr(&sm.split_empty[entry]), (i >> 1 & 1) ^ 1);
+        sm.split[entry] = s;
+        smla_mbarrier_arrive(smla_smem_addr(&sm.split_full[entry]));
+    }
+    __syncwarp();
+}
+
+SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_params &p,
+                                     const smla_hopper_maps &maps, const smla_split &s,
+                                     smla_ring &ring)
+{
+    const int lane = threadIdx.x & 31;
+    const int32_t blocks = smla_split_blocks(s);
+    int32_t page = -1, next_page = smla_hopper_page(p, s, lane, blocks); /* of 32 blocks */
+#pragma unroll 1
+    for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
+        if ((i & 31) == 0) {
+            page = next_page;
+            next_page = smla_hopper_page(p, s, i + 32 + lane, blocks);
+        }
+        const int32_t this_page = __shfl_sync(~0u, page, i & 31);
+        if (lane == 0) {
+            const int stage = ring.stage();
+            const int32_t token = s.begin + i * smla_kBlock;
+            smla_mbarrier_wait(smla_smem_addr(&sm.empty[stage]), ring.parity() ^ 1);
+            sm.valid[stage] = this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
+            if (this_page < 0)
+                smla_mbarrier_arrive(smla_smem_addr(&sm.full[stage]));
+            else
+                smla_hopper_load_block(sm, p, maps, stage, this_page,
+                                       token & ((1 << p.planes.page_shift) - 1));
+        }
+        __syncwarp();
+    }
+}
+
+SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
+                               const smla_hopper_maps &maps)
+{
+    smla_ring ring = {0};
+    uint32_t splits = 0;
+#pragma unroll 1
+    for (smla_cursor c = smla_first_split(p); !smla_at_end(p, c); smla_advance(p, c)) {
+        const smla_split s = smla_split_at(p, c);
+        if (s.tile >= p.tiles) continue;
+        smla_hopper_announce(sm, splits++, s);
+        smla_hopper_load_split(sm, p, maps, s, ring);
+    }
+    smla_hopper_announce(sm, splits, {0, -1, 0, 0, 0, 0});
+}
+
+/* ---- prepare ---- */
+
+/* Zeroes the V of tokens whose bit is set; QK may read them meanwhile, their scores are not used. */
+SMLA_DEV void smla_hopper_clear_v(uint8_t *stage, uint32_t even, uint32_t odd)
+{
+    const int lane = threadIdx.x & 31;
+    for (uint32_t any = even | odd; any != 0; any &= any - 1) {
+        const int i = __ffs(any) - 1;
+        uint8_t *chunk = stage + (lane >> 3) * smla_kColumn + 2 * i * 128 + (lane & 7) * 16;
+        if (even >> i & 1) *reinterpret_cast<uint4 *>(chunk) = make_uint4(0, 0, 0, 0);
+        if (odd >> i & 1) *reinterpret_cast<uint4 *>(chunk + 128) = make_uint4(0, 0, 0, 0);
+    }
+    smla_fence_async(); /* before TMA writes here again */
+}
+
+SMLA_DEV float smla_inverse_scale(float k_s)
+{
+    const float y = __fdividef(1.0f, k_s); /* P rounds to 0 where this is 0 instead of Inf */
+    return smla_is_finite(y) ? y : 0.0f;
+}
+
+SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params &p)
+{
+    const int lane = threadIdx.x & 31;
+    /* where tokens 2 * lane, + 1 lie in a row of P: see smla_hopper_weights */
+    const int place = (lane & ~7) * 2 + (lane & 3) * 4 + (lane & 4) / 2;
+    smla_ring ring = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        const int32_t blocks = smla_split_blocks(s);
+        for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
+            const int stage = ring.stage();
+            smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
+            const int32_t valid = sm.valid[stage];
+            float2 k = *reinterpret_cast<const float2 *>(&sm.scale[stage][2 * lane]);
+            const bool exists[2] = {2 * lane < valid, 2 * lane + 1 < valid};
+            const bool good[2] = {exists[0] && smla_is_finite(k.x), exists[1] && smla_is_finite(k.y)};
+            k = make_float2(good[0] ? k.x : 0.0f, good[1] ? k.y : 0.0f);
+            sm.k_s[stage][lane] = make_float4(k.x, k.y, smla_lg2(k.x), smla_lg2(k.y));
+            *reinterpret_cast<float2 *>(&sm.inverse_k_s[stage][place]) =
+                make_float2(smla_inverse_scale(k.x), smla_inverse_scale(k.y));
+            const uint32_t bad_even = __ballot_sync(~0u, exists[0] && !good[0]);
+            const uint32_t bad_odd = __ballot_sync(~0u, exists[1] && !good[1]);
+            const uint32_t clear_even = __ballot_sync(~0u, !good[0]);
+            const uint32_t clear_odd = __ballot_sync(~0u, !good[1]);
+            if (clear_even | clear_odd) smla_hopper_clear_v(sm.stage[stage], clear_even, clear_odd);
+            const int32_t seen_by_all = s.len - (p.causal ? p.s_q - 1 : 0);
+            const bool mask = valid < smla_kBlock || (bad_even | bad_odd) != 0
+                           || s.begin + (i + 1) * smla_kBlock > seen_by_all;
+            if (lane == 0) sm.info[stage] = {mask, valid, bad_even, bad_odd};
+            if (lane == 0) sm.token0[stage] = s.begin + i * smla_kBlock;
+            __syncwarp();
+            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.ready[stage]));
+        }
+    });
+}
+
+/* ---- sum ---- */
+
+/* Four e4m3 codes with those that are subnormal or 0 replaced by 0. */
+SMLA_DEV uint32_t smla_keep_normal(uint32_t codes)
+{
+    const uint32_t normal = ((codes & 0x78787878u) + 0x78787878u) >> 7 & 0x01010101u;
+    return codes & normal * 255u;
+}
+
+/* sum + the four weights, where they are normal numbers, times 1 / k_s */
+SMLA_DEV float smla_sum_4(uint32_t codes, float4 inverse, float sum)
+{
+    codes = smla_keep_normal(codes);
+    const float2 lo = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(codes & 0xffffu));
+    const float2 hi = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(codes >> 16));
+    sum = fmaf(lo.y, inverse.y, fmaf(lo.x, inverse.x, sum));
+    return fmaf(hi.y, inverse.w, fmaf(hi.x, inverse.z, sum));
+}
+
+/* Adds the part of lq that P holds: lane = half of the tokens (lane % 2) of rows lane / 2 + 16i. */
+template <int kRowsOfLane>
+SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int row0,
+                                    float (&lq)[kRowsOfLane])
+{
+    const int lane = threadIdx.x & 31, r = row0 + (lane >> 1);
+    const uint32_t moved = sm.moved[stage];
+    if (moved != 0) {
+        SMLA_UNROLL
+        for (int i = 0; i < kRowsOfLane; ++i) {
+            const int row = r + 16 * i;
+            lq[i] *= moved >> (row >> 4) * 8 & 0xffu ? sm.alpha[stage][row] : 1.0f;
+        }
+    }
+    float part[kRowsOfLane] = {};
+#pragma unroll 1
+    for (int chunk = 2 * (lane & 1), end = chunk + 2; chunk < end; ++chunk) { /* of 16 tokens */
+        const float4 *inverse = reinterpret_cast<const float4 *>(&sm.inverse_k_s[stage][16 * chunk]);
+        SMLA_UNROLL
+        for (int i = 0; i < kRowsOfLane; ++i) {
+            const int row = r + 16 * i;
+            const uint4 v = *reinterpret_cast<const uint4 *>(
+                sm.weight[stage] + row * smla_kBlock + 16 * (chunk ^ (row >> 1 & 3)));
+            part[i] = smla_sum_4(v.x, inverse[0], part[i]);
+            part[i] = smla_sum_4(v.y, inverse[1], part[i]);
+            part[i] = smla_sum_4(v.z, inverse[2], part[i]);
+            part[i] = smla_sum_4(v.w, inverse[3], part[i]);
+        }
+    }
+    SMLA_UNROLL
+    for (int i = 0; i < kRowsOfLane; ++i)
+        lq[i] = fmaf(part[i], sm.block_scale[stage][r + 16 * i], lq[i]);
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, int warp)
+{
+    constexpr int kRowsOfLane = kRows < 32 ? 1 : 2;
+    const int lane = threadIdx.x & 31, row0 = warp * 32;
+    smla_ring ring = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        float lq[kRowsOfLane] = {};
+#pragma unroll 1
+        for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
+            const int stage = ring.stage();
+            smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), ring.parity());
+            smla_hopper_sum_block<kRowsOfLane>(sm, stage, row0, lq);
+            __syncwarp();
+            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
+        }
+        SMLA_UNROLL
+        for (int i = 0; i < kRowsOfLane; ++i) {
+            const float sum = lq[i] + __shfl_xor_sync(~0u, lq[i], 1);
+            if ((lane & 1) == 0) sm.stat[index & 1][row0 + 16 * i + (lane >> 1)].w = sum;
+        }
+        __syncwarp();
+        if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
+    });
+}
+
+/* ---- queries ---- */
+
+/* A row of Q: content as 4 column blocks, swizzled like TMA's. */
+SMLA_DEV void smla_hopper_store_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
+                                  const smla_quantised_row &y)
+{
+    const int lane = threadIdx.x & 31;
+    SMLA_UNROLL
+    for (int i = 0; i < 2; ++i) { /* bytes 256 i + 8 lane .. + 7 */
+        const int column = 2 * i + (lane >> 4), chunk = lane >> 1 & 7;
+        *reinterpret_cast<uint2 *>(sm.q_content + column * smla_kColumn + r * 128
+                                   + ((chunk ^ (r & 7)) << 4) + 8 * (lane & 1)) = y.content[i];
+    }
+    *reinterpret_cast<uint32_t *>(sm.q_rope + r * 128 + ((lane >> 2 ^ (r & 7)) << 4)
+                                  + 4 * (lane & 3)) = y.rope;
+    if (lane == 0) sm.factor[r] = p.scale_log2e * y.scale;
+}
+
+/* Q of a split to shared memory by `warps` warps; several rows of bf16 are in flight at once. */
+template <int kRows>
+SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params &p,
+                                 const smla_split &s, int warp, int warps)
+{
+    constexpr int kBatch = 4;
+    const int32_t row0 = s.tile * kRows;
+    const int rows = smla_min(p.rows - row0, (int32_t)kRows); /* the others stay as they are: finite */
+#pragma unroll 1
+    for (int r = warp; r < rows; r += kBatch * warps) {
+        if (p.q == nullptr) {
+            for (int i = r; i < smla_min(rows, r + kBatch * warps); i += warps)
+                smla_hopper_store_q(sm, p, i, smla_load_q_row(p, s.request, row0 + i));
+            continue;
+        }
+        smla_row raw[kBatch];
+        SMLA_UNROLL
+        for (int i = 0; i < kBatch; ++i) {
+            const int32_t row = row0 + smla_min(r + i * warps, rows - 1);
+            const int32_t token = row / p.heads, head = row - token * p.heads;
+            const uint16_t *q = p.q + s.request * p.q_batch_stride + token * p.q_token_stride
+                              + head * p.q_head_stride;
+            raw[i] = smla_load_row(q, q + smla_kLatent, true);
+        }
+        SMLA_UNROLL
+        for (int i = 0; i < kBatch; ++i)
+            if (r + i * warps < rows)
+                smla_hopper_store_q(sm, p, r + i * warps, smla_quantise_row(raw[i]));
+    }
+    smla_fence_async();
+}
+
+/* ---- softmax ---- */
+
+/* Rows g and g + 8 of a warp's 16.  ref is alike in the 4 threads of a row, the sums are a thread's own
+   tokens': of 2^(logit - ref), all of them, and those whose P is not a normal number. */
+struct smla_hopper_rows {
+    float ref[2], l[2];
+};
+
+SMLA_DEV int smla_hopper_tile_row(int t) { return (t >> 5) * 16 + (t >> 2 & 7); }
+
+SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const smla_decode_params &p,
+                                                 const smla_split &s, int t)
+{
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        const int r = smla_hopper_tile_row(t) + 8 * h;
+        const int32_t row = s.tile * p.tile_rows + r;
+        const bool real = r < p.tile_rows && row < p.rows;
+        if ((t & 3) == 0) {
+            sm.limit[r] = smla_row_limit(p, row, s.len);
+            if (!real) sm.factor[r] = 0.0f;
+        }
+    }
+    sm.flushed[t] = make_float2(0.0f, 0.0f);
+    __syncwarp();
+    return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
+}
+
+/* Q K^T in two accumulators of half the latent each: the FP8 tensor core keeps 13 fraction bits of a
+   sum, and what it truncates grows with the sum.  Rope, in BF16, must follow FP8 on an accumulator. */
+SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
+                                 float (&y)[32])
+{
+    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content), 1024, smla_kSwizzle128);
+    const uint64_t q_rope = smla_wgmma_desc(smla_smem_addr(sm.q_rope), 1024, smla_kSwizzle128);
+    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]), 1024, smla_kSwizzle128);
+    smla_pin(x);
+    smla_pin(y);
+    smla_wgmma_fence();
+    SMLA_UNROLL
+    for (int i = 0; i < 16; ++i) {
+        const int step = (i / 4) * (smla_kColumn >> 4) + (i % 4) * 2;
+        if (i < 8) smla_wgmma_m64n64k32_e4m3(x, q + step, k + step, i != 0);
+        else smla_wgmma_m64n64k32_e4m3(y, q + step, k + step, i != 8);
+    }
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i)
+        smla_wgmma_m64n64k16_bf16(y, q_rope + 2 * i, k + (4 * smla_kColumn >> 4) + 2 * i);
+    smla_wgmma_commit();
+}
+
+SMLA_DEV void smla_hopper_finish_scores(float (&x)[32], float (&y)[32])
+{
+    smla_wgmma_wait_all();
+    smla_pin(x);
+    smla_pin(y);
+    SMLA_UNROLL
+    for (int i = 0; i < 32; ++i) x[i] += y[i];
+}
+
+/* Scores to y = logit + log2 k_s. */
+SMLA_DEV void smla_hopper_logits(const float4 *k_s, float4 (&k)[smla_kAhead],
+                                 const float (&factor)[2], float (&x)[32])
+{
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        const float4 now = k[j % smla_kAhead];
+        if (j + smla_kAhead < 8) k[j % smla_kAhead] = k_s[4 * (j + smla_kAhead)];
+        SMLA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            x[4 * j + 2 * h] = fmaf(x[4 * j + 2 * h] * now.x, factor[h], now.z);
+            x[4 * j + 2 * h + 1] = fmaf(x[4 * j + 2 * h + 1] * now.y, factor[h], now.w);
+        }
+    }
+}
+
+/* -inf where a row does not see the token, NaN where the token's scale is NaN or Inf. */
+SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, float (&x)[32])
+{
+    const int q = t & 3, tile_row = smla_hopper_tile_row(t);
+    const smla_block_info info = sm.info[stage];
+    const uint32_t even = info.bad_even >> q, odd = info.bad_odd >> q;
+    const int32_t token0 = sm.token0[stage];
+    const int32_t limit[2] = {sm.limit[tile_row] - token0, sm.limit[tile_row + 8] - token0};
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const int token = 8 * j + 2 * q + (i & 1), h = i >> 1;
+            const bool bad = ((i & 1) ? odd : even) >> 4 * j & 1;
+            const bool seen = token < smla_min(info.valid, limit[h]);
+            x[4 * j + i] = !seen ? smla_neg_inf()
+                         : bad   ? __uint_as_float(smla_kNanF32) : x[4 * j + i];
+        }
+    }
+}
+
+/* cvt.rn.satfinite.e4m3x2.f32, twice, packed at once: the halves must not wait in registers. */
+SMLA_DEV uint32_t smla_e4m3x4_from_f32(const float (&x)[4])
+{
+    uint32_t y;
+    asm volatile("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+                 "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
+                 : "=r"(y) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    return y;
+}
+
+/* The largest y of the thread's two rows in this block. */
+SMLA_DEV void smla_hopper_top(const float (&x)[32], float (&top)[2])
+{
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        float even = x[2 * h], odd = x[2 * h + 1];
+        SMLA_UNROLL
+        for (int j = 1; j < 8; ++j) {
+            even = fmaxf(even, x[4 * j + 2 * h]);
+            odd = fmaxf(odd, x[4 * j + 2 * h + 1]);
+        }
+        top[h] = smla_row_max(fmaxf(even, odd));
+    }
+}
+
+/* The first keys of a row, or keys far above all before: ref moves to them.  Rare, uniform in a warp. */
+SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const float (&top)[2],
+                               smla_hopper_rows &rows)
+{
+    const bool up[2] = {top[0] > rows.ref[0] + smla_kRefSlack, top[1] > rows.ref[1] + smla_kRefSlack};
+    if (!__any_sync(~0u, up[0] || up[1])) return false;
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        const float alpha = up[h] ? smla_ex2(rows.ref[h] - top[h]) : 1.0f;
+        if (up[h]) rows.ref[h] = top[h];
+        rows.l[h] *= alpha;
+        (h == 0 ? sm.flushed[t].x : sm.flushed[t].y) *= alpha;
+        if ((t & 3) == 0) sm.alpha[stage][smla_hopper_tile_row(t) + 8 * h] = alpha;
+    }
+    return true;
+}
+
+/* Weights of this thread's tokens: as e4m3 to P in shared memory, and into the rows' sums.  Four
+   tokens of 16 become one word: the order in which ldmatrix.trans delivers V. */
+SMLA_DEV void smla_hopper_weights(smla_hopper_smem &sm, int stage, int t, uint8_t *weight,
+                                  const float (&shift)[2], const float (&scale)[2],
+                                  const float (&x)[32], smla_hopper_rows &rows)
+{
+    const int tile_row = smla_hopper_tile_row(t);
+    const uint32_t to = smla_smem_addr(weight) + tile_row * smla_kBlock
+                      + ((tile_row >> 1 & 3) << 4) + 4 * (t & 3);
+    float l[2] = {}, flushed[2] = {};
+    SMLA_UNROLL
+    for (int jj = 0; jj < 4; ++jj) {
+        const float4 k = *reinterpret_cast<const float4 *>(
+            &sm.inverse_k_s[stage][16 * jj + 4 * (t & 3)]);
+        const float inverse[4] = {k.x, k.y, k.z, k.w};
+        SMLA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            float w[4];
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i) { /* tokens 16jj + 2q, + 1, + 8, + 9 */
+                w[i] = smla_ex2(x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)] + shift[h]);
+                const float e = w[i] * inverse[i];
+                l[h] += e;
+                if (w[i] < smla_kFlushed) flushed[h] += e;
+            }
+            smla_store_shared((to ^ jj << 4) + 8 * h * smla_kBlock, smla_e4m3x4_from_f32(w));
+        }
+    }
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
+    const float2 sum = sm.flushed[t];
+    sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
+}
+
+/* From the scores of a block, still being computed, to its weights in shared memory. */
+SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity,
+                                        int t, smla_hopper_rows &rows, float (&x)[32],
+                                        float (&y)[32])
+{
+    const int q = t & 3, tile_row = smla_hopper_tile_row(t);
+    float4 k[smla_kAhead]; /* of tokens 8j + 2q, + 1: read while QK is under way */
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
+    SMLA_UNROLL
+    for (int j = 0; j < smla_kAhead; ++j) k[j] = sm.k_s[stage][4 * j + q];
+    const float factor[2] = {sm.factor[tile_row], sm.factor[tile_row + 8]};
+    const int32_t mask = sm.info[stage].mask;
+    smla_hopper_finish_scores(x, y);
+    smla_hopper_logits(&sm.k_s[stage][q], k, factor, x);
+    if (mask) smla_hopper_mask(sm, stage, t, x);
+    float top[2], shift[2], scale[2];
+    smla_hopper_top(x, top);
+    const bool moved = smla_hopper_move(sm, stage, t, top, rows);
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
+        shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
+        scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
+        if (q == 0) sm.block_scale[stage][tile_row + 8 * h] = scale[h];
+    }
+    if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&sm.moved[stage])[t >> 5] = moved;
+    smla_hopper_weights(sm, stage, t, sm.weight[stage], shift, scale, x, rows);
+    smla_fence_async();
+    __syncwarp();
+    if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params &p)
+{
+    int t = threadIdx.x & 127;
+    asm volatile("" : "+r"(t)); /* hidden, so that it is kept instead of being read again */
+    const int lane = t & 31, warp = t >> 5, tile_row = smla_hopper_tile_row(t);
+    const bool has_rows = kRows == smla_kHopperTile
+                       || warp < smla_hopper_roles<kRows>::kSoftmaxWarps;
+    smla_ring ring = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        const bool first = index == 0; /* everybody waits for Q, so everybody loads it */
+        if (!first) smla_bar_sync(smla_kBarQuery, 128);
+        smla_hopper_load_q<kRows>(sm, p, s, first ? 8 + warp : warp, first ? 12 : 4);
+        if (first) smla_bar_sync(smla_kBarFirstQuery, 384);
+        else smla_bar_sync(smla_kBarQuery, 128);
+        smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
+#pragma unroll 1
+        for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
+            const int stage = ring.stage();
+            float x[32], y[32];
+            smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
+            smla_hopper_scores(sm, stage, x, y);
+            if (has_rows) smla_hopper_softmax_block(sm, stage, ring.parity(), t, rows, x, y);
+            else smla_hopper_finish_scores(x, y);
+        }
+        SMLA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            const float l = smla_row_sum(rows.l[h]);
+            const float flushed = smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
+            const int r = tile_row + 8 * h;
+            if (!has_rows || (lane & 3) != 0) continue;
+            sm.stat[index & 1][r].x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
+            sm.stat[index & 1][r].y = l;
+            sm.stat[index & 1][r].z = flushed;
+        }
+        __syncwarp();
+        if (has_rows && lane == 0)
+            smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
+    });
+}
+
+/* ---- values ---- */
+
+/* [64 dims of the warpgroup][columns of wgmma's accumulator: dim pair x rows of the tile] */
+template <int kRows> struct smla_hopper_acc { float v[4][kRows / 2]; };
+
+/* V^T of 64 tokens x this warp's 16 dims of the u-th 64: wgmma's register operand, two k steps. */
+SMLA_DEV void smla_hopper_load_v(uint32_t v, int u, uint32_t (&a)[2][4])
+{
+    SMLA_UNROLL
+    for (int k = 0; k < 2; ++k)
+        smla_ldmatrix_x4_trans(a[k], (v ^ (u & 1) * 64) + (u / 2) * smla_kColumn + k * 4096);
+}
+
+SMLA_DEV void smla_hopper_sort_v(uint32_t (&a)[2][4])
+{
+    SMLA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+        const uint32_t x[4] = {a[k][0], a[k][1], a[k][2], a[k][3]};
+        a[k][0] = __byte_perm(x[0], x[1], 0x6420);
+        a[k][1] = __byte_perm(x[0], x[1], 0x7531);
+        a[k][2] = __byte_perm(x[2], x[3], 0x6420);
+        a[k][3] = __byte_perm(x[2], x[3], 0x7531);
+    }
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_rescale(const smla_hopper_smem &sm, int stage, smla_hopper_acc<kRows> &acc)
+{
+    const uint32_t moved = sm.moved[stage];
+    if (moved == 0) return;
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        float2 alpha = *reinterpret_cast<const float2 *>(
+            &sm.alpha[stage][8 * j + 2 * (threadIdx.x & 3)]);
+        if ((moved >> (j / 2) * 8 & 0xffu) == 0) alpha = make_float2(1.0f, 1.0f);
+        SMLA_UNROLL
+        for (int u = 0; u < 4; ++u) {
+            acc.v[u][4 * j] *= alpha.x;
+            acc.v[u][4 * j + 1] *= alpha.y;
+            acc.v[u][4 * j + 2] *= alpha.x;
+            acc.v[u][4 * j + 3] *= alpha.y;
+        }
+    }
+}
+
+/* One block: V^T of the next 64 dims is fetched while wgmma works on these. */
+template <int kRows>
+SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, uint32_t parity,
+                                       uint32_t v_offset, smla_hopper_acc<kRows> &acc)
+{
+    const uint32_t v = smla_smem_addr(sm.stage[stage]) + v_offset;
+    const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.weight[stage]), 512, smla_kSwizzle64);
+    uint32_t a[2][2][4];
+    float part[kRows / 2];
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
+    smla_hopper_load_v(v, 0, a[0]);
+    smla_hopper_sort_v(a[0]);
+    smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), parity);
+    SMLA_UNROLL
+    for (int u = 0; u < 4; ++u) {
+        smla_pin(part);
+        smla_wgmma_fence();
+        smla_wgmma_k32_e4m3(part, a[u & 1][0], weight, 0);
+        smla_wgmma_k32_e4m3(part, a[u & 1][1], weight + 2, 1);
+        smla_wgmma_commit();
+        if (u < 3) smla_hopper_load_v(v, u + 1, a[u & 1 ^ 1]);
+        if (u == 0) smla_hopper_rescale<kRows>(sm, stage, acc);
+        smla_wgmma_wait_all();
+        smla_pin(part);
+        if (u < 3) smla_hopper_sort_v(a[u & 1 ^ 1]);
+        SMLA_UNROLL
+        for (int j = 0; j < kRows / 8; ++j) { /* columns 8j + 2q, + 1: rows of the tile */
+            const float2 scale = *reinterpret_cast<const float2 *>(
+                &sm.block_scale[stage][8 * j + 2 * (threadIdx.x & 3)]);
+            acc.v[u][4 * j] = fmaf(part[4 * j], scale.x, acc.v[u][4 * j]);
+            acc.v[u][4 * j + 1] = fmaf(part[4 * j + 1], scale.y, acc.v[u][4 * j + 1]);
+            acc.v[u][4 * j + 2] = fmaf(part[4 * j + 2], scale.x, acc.v[u][4 * j + 2]);
+            acc.v[u][4 * j + 3] = fmaf(part[4 * j + 3], scale.y, acc.v[u][4 * j + 3]);
+        }
+    }
+}
+
+SMLA_DEV smla_row_stat smla_hopper_stat(float4 v) { return {v.x, v.y, v.z + v.w}; }
+
+/* cvt.rn.bf16x2.f32: two at once; a NaN becomes 0x7fff. */
+SMLA_DEV uint32_t smla_cvt_bf16x2(float lo, float hi)
+{
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
+/* What a thread of `values` must know of a row at the end of a split. */
+struct alignas(16) smla_hopper_out_row {
+    float factor;   /* what sums are multiplied with */
+    int32_t live;   /* the row exists */
+    int64_t offset; /* elements from p.out */
+};
+
+/* One thread a row: lse, or the row's part of the partial result; stat becomes an out_row. */
+template <int kRows>
+SMLA_DEV void smla_hopper_finish_row(float4 *stats, const smla_decode_params &p,
+                                     const smla_split &s, int r)
+{
+    const smla_row_stat stat = smla_hopper_stat(stats[r]);
+    const int32_t row = s.tile * kRows + r;
+    smla_hopper_out_row o = {smla_out_factor(stat), row < p.rows, 0};
+    if (row < p.rows) {
+        o.offset = smla_out_row(p, s.request, row) - p.out;
+        const int64_t partial = (s.slot * p.group + s.tile % p.group) * kRows;
+        if (s.slot < 0) smla_store_lse(p, s.request, row, stat);
+        else p.partial_stat[partial + r] = make_float4(stat.m, stat.l, stat.lq, 0.0f);
+    }
+    *reinterpret_cast<smla_hopper_out_row *>(&stats[r]) = o;
+}
+
+/* The end of a split: the output itself, or the row's partial sums. */
+template <int kRows>
+SMLA_DEV void smla_hopper_store(float4 *stats, const smla_decode_params &p, const smla_split &s,
+                                int wg, const smla_hopper_acc<kRows> &acc)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, q = lane & 3;
+    const int dim = 256 * wg + 16 * warp + 2 * g;
+    if (threadIdx.x < kRows) smla_hopper_finish_row<kRows>(stats, p, s, threadIdx.x);
+    smla_bar_sync(smla_kBarStore, 256);
+    float *sums = p.partial_acc + (s.slot * p.group + s.tile % p.group) * kRows * smla_kLatent + dim;
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        SMLA_UNROLL
+        for (int odd = 0; odd < 2; ++odd) {
+            const int r = 8 * j + 2 * q + odd;
+            const smla_hopper_out_row o = *reinterpret_cast<smla_hopper_out_row *>(&stats[r]);
+            if (!o.live) continue;
+            SMLA_UNROLL
+            for (int u = 0; u < 4; ++u) {
+                const float2 v = make_float2(acc.v[u][4 * j + odd], acc.v[u][4 * j + odd + 2]);
+                if (s.slot < 0)
+                    *reinterpret_cast<uint32_t *>(p.out + o.offset + dim + 64 * u) =
+                        smla_cvt_bf16x2(v.x * o.factor, v.y * o.factor);
+                else
+                    *reinterpret_cast<float2 *>(sums + r * smla_kLatent + 64 * u) = v;
+            }
+        }
+    }
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params &p, int wg)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    /* lane = token of 32, warp = 16-byte chunk of a column block, chunk + 4 for odd u */
+    const uint32_t v_offset = wg * 2 * smla_kColumn + lane * 128 + ((warp ^ (lane & 7)) << 4);
+    smla_ring ring = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        if (index == 0) {
+            smla_hopper_load_q<kRows>(sm, p, s, 4 * wg + warp, 12);
+            smla_bar_sync(smla_kBarFirstQuery, 384);
+        }
+        smla_hopper_acc<kRows> acc = {};
+        const int32_t blocks = smla_split_blocks(s);
+#pragma unroll 1
+        for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
+            smla_hopper_values_block<kRows>(sm, ring.stage(), ring.parity(), v_offset, acc);
+            __syncwarp();
+            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[ring.stage()]));
+        }
+        smla_mbarrier_wait(smla_smem_addr(&sm.stat_full[index & 1]), index >> 1 & 1);
+        smla_hopper_store<kRows>(sm.stat[index & 1], p, s, wg, acc);
+    });
+}
+
+template <int kRows>
+static __global__ void __launch_bounds__(smla_kHopperThreads, 1)
+snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
+                             const __grid_constant__ smla_hopper_maps maps)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) uint8_t smla_hopper_shared[];
+    smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
+    if (threadIdx.x < smla_kStages) {
+        const int i = threadIdx.x;
+        smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), smla_hopper_roles<kRows>::kSoftmaxWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + smla_hopper_roles<kRows>::kSumWarps);
+        sm.moved[i] = 0;
+    }
+    if (threadIdx.x < 2) {
+        smla_mbarrier_init(smla_smem_addr(&sm.split_full[threadIdx.x]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.split_empty[threadIdx.x]),
+                           smla_hopper_roles<kRows>::kWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[threadIdx.x]),
+                           smla_hopper_roles<kRows>::kStatWarps);
+    }
+    for (int i = threadIdx.x; i < (5 * smla_kColumn) / 16; i += smla_kHopperThreads)
+        reinterpret_cast<uint4 *>(sm.q_content)[i] = make_uint4(0, 0, 0, 0); /* rows >= kRows, too */
+    smla_fence_async();
+    __syncthreads();
+    if (wg < 2) {
+        smla_setmaxnreg_inc<smla_kValuesRegs>();
+        smla_hopper_values<kRows>(sm, p, wg);
+    } else if (wg == 2) {
+        smla_setmaxnreg_dec<smla_kSoftmaxRegs>();
+        smla_hopper_softmax<kRows>(sm, p);
+    } else {
+        smla_setmaxnreg_dec<smla_kLoadRegs>();
+        if (warp == 12) smla_hopper_load(sm, p, maps);
+        else if (warp == 13) smla_hopper_prepare(sm, p);
+        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps) smla_hopper_sum<kRows>(sm, warp - 14);
+    }
+#endif
+}
+
+/* ================================================================================================
    >>combine    one CTA merges the splits of one row, in ascending order of tokens
    ============================================================================================== */
-enum { smla_kCombineThreads = 128 };
+SMLA_CONST int smla_kCombineThreads = 128;
 
 /* Where the splits of item `item` lie: slot_of(i), i < count. */
 struct smla_split_list {
@@ -1804,7 +2874,7 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
             sums[t] = empty ? make_float2(0.0f, 0.0f) : make_float2(s.y * w, s.z * w);
         }
         __syncthreads();
-#pragma unroll 8
+#pragma unroll 4
         for (int32_t i = 0; i < n; ++i) {
             if (slot[i] < 0) continue;
             const float4 v = *reinterpret_cast<const float4 *>(
@@ -1959,11 +3029,28 @@ static inline snapmla_cache smla_resolve_cache(snapmla_cache c)
     return c;
 }
 
+/* The current device runs the Hopper path, and the code for it was compiled in.  Where it was not, the
+   kernel is an empty one, which needs hardly any registers. */
+static inline bool smla_hopper_usable()
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    cudaFuncAttributes have;
+    const cudaError_t error =
+        cudaFuncGetAttributes(&have, (const void *)snapmla_decode_hopper_kernel<64>);
+    return smla_cuda(before, error) == SNAPMLA_OK && have.binaryVersion == 90 && have.numRegs > 64;
+}
+
+static inline snapmla_path smla_best_path(int page_size)
+{
+    return page_size >= smla_kHopperPage && smla_hopper_usable() ? SNAPMLA_PATH_SM90
+                                                                 : SNAPMLA_PATH_GENERAL;
+}
+
 static inline snapmla_step smla_resolve_step(snapmla_step s)
 {
     if (s.page_size == 0) s.page_size = 64;
     smla_default_dims(&s.latent_dim, &s.rope_dim);
-    if (s.path == SNAPMLA_PATH_AUTO) s.path = SNAPMLA_PATH_GENERAL;
+    if (s.path == SNAPMLA_PATH_AUTO) s.path = smla_best_path(s.page_size);
     return s;
 }
 
@@ -2009,7 +3096,9 @@ static inline snapmla_result smla_check_shape(const snapmla_step &s)
     SMLA_CHECK(s.max_seq_len > 0 || s.split_tokens <= 0, SNAPMLA_ERROR_MAX_SEQ_LEN);
     SMLA_CHECK(s.split_tokens >= 0 && s.split_tokens % 128 == 0, SNAPMLA_ERROR_SPLIT_TOKENS);
     SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT, SNAPMLA_ERROR_MODE);
-    SMLA_CHECK(s.path == SNAPMLA_PATH_GENERAL, SNAPMLA_ERROR_PATH);
+    SMLA_CHECK(s.path == SNAPMLA_PATH_GENERAL
+                   || (s.path == SNAPMLA_PATH_SM90 && s.page_size >= smla_kHopperPage),
+               SNAPMLA_ERROR_PATH);
     SMLA_CHECK(s.sm_count >= 0, SNAPMLA_ERROR_SM_COUNT);
     return SNAPMLA_OK;
 }
@@ -2085,18 +3174,27 @@ struct smla_geometry {
     int32_t tile_rows, tiles, group;
     int64_t slots; /* partial results that may be needed at once */
     bool half_q;
+    snapmla_path path;
 };
 
-/* How the general kernel lies on the device: tiles of 32 rows where there are more than 16 and the
-   shared memory for them; two CTAs an SM where they fit.  Without a device (sm_count given): as on
-   compute capability 9.0. */
-struct smla_general_shape {
-    int32_t tile_rows;
+/* How a decode kernel lies on the device. */
+struct smla_shape {
+    int32_t tile_rows, max_group;
     int blocks_per_sm;
-    bool half_q;
+    bool half_q; /* general path */
 };
 
-static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_general_shape *shape)
+static inline void smla_shape_hopper(int64_t rows, smla_shape *shape)
+{
+    shape->tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    shape->max_group = smla_kHopperGroup;
+    shape->blocks_per_sm = 1;
+    shape->half_q = false;
+}
+
+/* The general kernel: tiles of 32 rows where there are more than 16 and the shared memory for them;
+   two CTAs an SM where they fit.  Without a device (sm_count given): as on compute capability 9.0. */
+static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_shape *shape)
 {
     int most = 227 * 1024, per_sm = 228 * 1024;
     const snapmla_result a = smla_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
@@ -2105,6 +3203,7 @@ static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_gene
         SMLA_TRY(a);
         SMLA_TRY(b);
     }
+    shape->max_group = smla_kMaxGroup;
     shape->half_q = most >= (int)sizeof(smla_general_smem<2, true>);
     shape->tile_rows = shape->half_q && (int64_t)s.s_q * s.heads > 16 ? 32 : 16;
     const int block = (int)sizeof(smla_general_smem<1, true>) + 1024; /* 1 KB is the system's */
@@ -2115,15 +3214,17 @@ static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_gene
 static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geometry *g)
 {
     int sm_count = s.sm_count;
-    smla_general_shape shape;
+    smla_shape shape;
     const int64_t rows = (int64_t)s.s_q * s.heads;
     if (sm_count == 0) SMLA_TRY(smla_attribute(cudaDevAttrMultiProcessorCount, &sm_count));
-    SMLA_TRY(smla_shape_general(s, &shape));
+    if (s.path == SNAPMLA_PATH_SM90) smla_shape_hopper(rows, &shape);
+    else SMLA_TRY(smla_shape_general(s, &shape));
     g->tile_rows = shape.tile_rows;
     g->half_q = shape.half_q;
+    g->path = s.path;
     g->tiles = (int32_t)smla_ceil_div(rows, g->tile_rows);
     g->policy.batch = s.batch;
-    g->policy.groups = smla_ceil_div(g->tiles, smla_kMaxGroup);
+    g->policy.groups = smla_ceil_div(g->tiles, shape.max_group);
     g->group = (int32_t)smla_ceil_div(g->tiles, g->policy.groups);
     const int64_t blocks = (int64_t)smla_min(sm_count, 4096) * shape.blocks_per_sm;
     g->policy.parts =
@@ -2188,12 +3289,14 @@ static inline snapmla_result smla_check_decode(const snapmla_decode_desc &d, sml
 {
     SMLA_TRY(smla_check_shape(d.step));
     if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
+    SMLA_TRY(smla_check_format(d.cache.latent_dim, d.cache.rope_dim, d.cache.page_size));
+    SMLA_CHECK(d.cache.pages >= 0, SNAPMLA_ERROR_PAGES);
     SMLA_TRY(smla_plan_geometry(d.step, g));
     SMLA_TRY(smla_check_plan(d.step, *g));
     SMLA_CHECK(d.step.latent_dim == d.cache.latent_dim && d.step.rope_dim == d.cache.rope_dim
                    && d.step.page_size == d.cache.page_size,
                SNAPMLA_ERROR_STEP_CACHE);
-    SMLA_TRY(smla_check_cache(d.cache));
+    SMLA_TRY(smla_check_planes(d.cache));
     SMLA_CHECK(d.block_table_width >= 0, SNAPMLA_ERROR_TABLE_WIDTH);
     SMLA_CHECK(d.block_table_width == 0 || d.block_table != NULL, SNAPMLA_ERROR_NULL_BLOCK_TABLE);
     SMLA_CHECK(d.block_table_stride >= d.block_table_width, SNAPMLA_ERROR_TABLE_STRIDE);
@@ -2271,9 +3374,74 @@ static inline snapmla_result smla_launch_general(const smla_decode_params &p, cu
                        sizeof(smla_general_smem<kTiles, kHalfQ>), stream, arguments);
 }
 
-static inline snapmla_result smla_launch_decode(const smla_decode_params &p, const smla_geometry &g,
+typedef CUresult (*smla_encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                      const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                      const cuuint32_t *, CUtensorMapInterleave,
+                                      CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                      CUtensorMapFloatOOBfill);
+
+/* A plane of pages as a tensor of {row, page size, pages}, read in boxes of {128 bytes, 64, 1}. */
+static inline bool smla_hopper_encode_map(smla_encode_tiled encode, CUtensorMap *map, void *plane,
+                                          CUtensorMapDataType type, int element_bytes, int row,
+                                          int page_size, int64_t pages, int64_t page_stride)
+{
+    const cuuint64_t dims[3] = {(cuuint64_t)row, (cuuint64_t)page_size, (cuuint64_t)pages};
+    const cuuint64_t strides[2] = {(cuuint64_t)row * element_bytes,
+                                   (cuuint64_t)page_stride * element_bytes};
+    const cuuint32_t box[3] = {(cuuint32_t)(128 / element_bytes), smla_kBlock, 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    return encode(map, type, 3, plane, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+static inline snapmla_result smla_hopper_make_maps(const smla_planes &planes, int64_t pages,
+                                                   smla_hopper_maps *maps)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    void *entry = NULL;
+    cudaDriverEntryPointQueryResult found;
+    SMLA_TRY(smla_cuda(before, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                                12000, cudaEnableDefault, &found)));
+    SMLA_CHECK(found == cudaDriverEntryPointSuccess, SNAPMLA_ERROR_CUDA);
+    const smla_encode_tiled encode = (smla_encode_tiled)entry;
+    const int page_size = 1 << planes.page_shift;
+    const bool ok =
+        smla_hopper_encode_map(encode, &maps->content, planes.content,
+                                  CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, smla_kLatent, page_size, pages,
+                                  planes.content_stride)
+        && smla_hopper_encode_map(encode, &maps->rope, planes.rope,
+                                  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, smla_kRope, page_size, pages,
+                                  planes.rope_stride);
+    return ok ? SNAPMLA_OK : SNAPMLA_ERROR_CUDA;
+}
+
+template <int kRows>
+static inline snapmla_result smla_launch_hopper_rows(const smla_decode_params &p,
+                                                     const smla_hopper_maps &maps,
+                                                     cudaStream_t stream)
+{
+    void *arguments[] = {(void *)&p, (void *)&maps};
+    return smla_launch((const void *)snapmla_decode_hopper_kernel<kRows>,
+                       (int64_t)p.policy.parts * p.group, smla_kHopperThreads,
+                       sizeof(smla_hopper_smem), stream, arguments);
+}
+
+static inline snapmla_result smla_launch_hopper(const smla_decode_params &p, int64_t pages,
                                                 cudaStream_t stream)
 {
+    smla_hopper_maps maps = {}; /* a cache without pages is never read */
+    SMLA_CHECK(smla_hopper_usable(), SNAPMLA_ERROR_DEVICE);
+    if (pages > 0) SMLA_TRY(smla_hopper_make_maps(p.planes, pages, &maps));
+    if (p.tile_rows == 16) return smla_launch_hopper_rows<16>(p, maps, stream);
+    if (p.tile_rows == 32) return smla_launch_hopper_rows<32>(p, maps, stream);
+    return smla_launch_hopper_rows<64>(p, maps, stream);
+}
+
+static inline snapmla_result smla_launch_decode(const smla_decode_params &p, const smla_geometry &g,
+                                                int64_t pages, cudaStream_t stream)
+{
+    if (g.path == SNAPMLA_PATH_SM90) return smla_launch_hopper(p, pages, stream);
     if (!g.half_q) return smla_launch_general<1, false>(p, stream);
     return g.tile_rows == 16 ? smla_launch_general<1, true>(p, stream)
                              : smla_launch_general<2, true>(p, stream);
@@ -2346,11 +3514,18 @@ SNAPMLA_API const char *snapmla_result_string(snapmla_result result)
 SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path)
 {
     const cudaError_t before = cudaPeekAtLastError();
-    int major = 0;
+    cudaFuncAttributes have;
+    int count = 0, major = 0, current = 0;
+    SMLA_TRY(smla_cuda(before, cudaGetDeviceCount(&count)));
+    SMLA_CHECK(device >= 0 && device < count, SNAPMLA_ERROR_CUDA); /* asking would set an error */
     SMLA_TRY(smla_cuda(before,
                        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)));
     SMLA_CHECK(major >= 8, SNAPMLA_ERROR_DEVICE);
-    if (path != NULL) *path = SNAPMLA_PATH_GENERAL;
+    SMLA_TRY(smla_cuda(before, cudaGetDevice(&current)));
+    if (current == device) /* is there code for it? */
+        SMLA_TRY(smla_cuda(before, cudaFuncGetAttributes(&have, (const void *)snapmla_plan_kernel)));
+    if (path != NULL)
+        *path = current == device ? smla_best_path(smla_kHopperPage) : SNAPMLA_PATH_GENERAL;
     return SNAPMLA_OK;
 }
 
@@ -2498,7 +3673,7 @@ SNAPMLA_API snapmla_result snapmla_decode(const snapmla_decode_desc *desc)
     SMLA_TRY(smla_check_decode(d, &g));
     if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
     const smla_decode_params p = smla_device_decode(d, g);
-    SMLA_TRY(smla_launch_decode(p, g, d.step.stream));
+    SMLA_TRY(smla_launch_decode(p, g, d.cache.pages, d.step.stream));
     return smla_never_cut(g) ? SNAPMLA_OK : smla_launch_combine(p, d.step.stream);
 }
 
@@ -2543,7 +3718,14 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)
    ============================================================================================== */
 #undef SMLA_DEV
 #undef SMLA_HD
+#undef SMLA_CONST
 #undef SMLA_UNROLL
+#undef SMLA_ACC8
+#undef SMLA_ACC16
+#undef SMLA_ACC32
+#undef SMLA_D8
+#undef SMLA_D16
+#undef SMLA_D32
 #undef SMLA_CHECK
 #undef SMLA_TRY
 

@@ -12,6 +12,10 @@
    CONTENTS   tags to search for: >>config >>types >>api | >>impl >>fp8 >>mma >>cache >>tile >>exact
               >>emulated >>decode >>merge >>cleanup
 
+   FUNCTIONS  snapmla_ref_quantize  snapmla_ref_append  snapmla_ref_fetch  snapmla_ref_decode
+              snapmla_ref_merge; conversions snapmla_ref_e4m3_from_float  snapmla_ref_e4m3_to_float
+              snapmla_ref_bf16_from_float  snapmla_ref_bf16_to_float; contracts stand at >>api
+
    FORMATS    L = latent_dim (512), R = rope_dim (64), P = page_size (64)
        cache      content  e4m3 [pages, P, L]     a token = 644 bytes in three planes, each with
                   scale    f32  [pages, P]        a page stride of its own; token `offset` of page
@@ -186,8 +190,9 @@ SNAPMLA_REF_API uint16_t snapmla_ref_bf16_from_float(float x);
 SNAPMLA_REF_API float snapmla_ref_bf16_to_float(uint16_t bits);
 
 /* One row (a key, or a query head): bf16 [latent_dim], bf16 [rope_dim] -> content, *scale, rope.
-   scale = max(amax|latent|, 1e-26) / 448, content = e4m3(latent / scale), rope = bf16(rope /
-   scale).  NaN or Inf in the latent: scale = NaN (0x7fc00000), content all 0x7f, rope all 0x7fc0. */
+   scale = max(amax|latent|, 1e-26) / 448, content = e4m3(latent / scale) and
+   rope = bf16(rope / scale).  NaN or Inf in the latent: scale = NaN (0x7fc00000), content all 0x7f,
+   rope all 0x7fc0. */
 SNAPMLA_REF_API void snapmla_ref_quantize(const uint16_t *latent, int32_t latent_dim,
                                           const uint16_t *rope, int32_t rope_dim,
                                           uint8_t *content, float *scale, uint16_t *rope_out);
@@ -925,7 +930,7 @@ static void smlar_load_queries(const smlar_job *job, int64_t b, int64_t len, int
             for (int64_t k = 0; k < dim; k++) {
                 const int64_t at = (g * dim + k) * SMLAR_ROWS + i;
                 if (job->wide) {
-                    job->q64[at] = job->plain[k];
+                    job->q64[at] = (double)job->plain[k];
                 } else {
                     job->q[at] = job->plain[k];
                 }
@@ -986,7 +991,7 @@ static void smlar_exact_block(const smlar_job *job, int64_t g, int64_t first, in
         alpha[r] = 1;
         for (int64_t t = 0; t < seen[r]; t++) {
             if (job->kind[t] == SMLAR_HOLE) {
-                x[r][t] = -INFINITY;
+                x[r][t] = -HUGE_VAL;
             } else if (job->kind[t] == SMLAR_BAD) {
                 x[r][t] = (double)smlar_nan();
             } else {
@@ -995,7 +1000,7 @@ static void smlar_exact_block(const smlar_job *job, int64_t g, int64_t first, in
             if (x[r][t] > m) m = x[r][t];
             if (x[r][t] != x[r][t]) bad = 1;
         }
-        if (m == -INFINITY && !bad) continue;
+        if (m == -HUGE_VAL && !bad) continue;
         for (int64_t t = 0; t < seen[r]; t++) {
             const double weight = exp(x[r][t] - m);
             sum += weight;
@@ -1335,7 +1340,7 @@ static void smlar_clear(const smlar_job *job, int64_t splits, int64_t groups) {
         memset(job->acc64, 0, (size_t)(groups * SMLAR_ROWS * job->latent) * sizeof *job->acc64);
         for (int64_t g = 0; g < groups; g++) {
             for (int r = 0; r < SMLAR_ROWS; r++) {
-                job->state64[g].m[r] = -INFINITY;
+                job->state64[g].m[r] = -HUGE_VAL;
                 job->state64[g].l[r] = 0;
             }
         }
@@ -1367,7 +1372,7 @@ static void smlar_finish(const smlar_job *job, int64_t b, int64_t first_row, int
                     job->key64[d] = state->l[i] == 0 ? 0 : a / state->l[i];
                 }
                 smlar_store(job, b, row, job->key64, NULL,
-                            state->l[i] == 0 ? -INFINITY : state->m[i] + log(state->l[i]));
+                            state->l[i] == 0 ? -HUGE_VAL : state->m[i] + log(state->l[i]));
             } else {
                 const float lse = smlar_merge_splits(job, splits, g, i, job->plain);
                 smlar_store(job, b, row, NULL, job->plain, (double)lse);
@@ -1396,7 +1401,7 @@ static void smlar_chunk(const smlar_job *job, int64_t b, int64_t first_row, int6
         const int64_t split = first / split_tokens;
         smlar_load_block(job, table, first, tokens);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (groups >= 8)
 #endif
         for (int64_t g = 0; g < groups; g++) {
             if (job->wide) {
@@ -1468,14 +1473,14 @@ SNAPMLA_REF_API int snapmla_ref_merge(const snapmla_ref_merge_desc *desc) {
     if (!weight) return -1;
     for (int64_t row = 0; row < d.rows; row++) {
         const uint16_t *in = d.part_out + row * d.dim;
-        double m = -INFINITY, sum = 0;
+        double m = -HUGE_VAL, sum = 0;
         for (int64_t n = 0; n < d.parts; n++) {
             weight[n] = (double)d.part_lse[n * d.part_lse_stride + row];
             if (weight[n] > m) m = weight[n];
         }
         for (int64_t n = 0; n < d.parts; n++) {
             /* a part without a key is marked -1, whatever its row holds; a NaN spoils the sum */
-            weight[n] = weight[n] == -INFINITY ? -1 : exp(weight[n] - m);
+            weight[n] = weight[n] == -HUGE_VAL ? -1 : exp(weight[n] - m);
             if (!(weight[n] < 0)) sum += weight[n];
         }
         for (int64_t k = 0; k < d.dim; k++) { /* all parts are read before out, which may be one */
@@ -1486,7 +1491,7 @@ SNAPMLA_REF_API int snapmla_ref_merge(const snapmla_ref_merge_desc *desc) {
             }
             d.out[row * d.dim + k] = smlar_bf16_from_double(sum == 0 ? 0 : value / sum);
         }
-        if (d.lse) d.lse[row] = (float)(sum == 0 ? -INFINITY : m + log(sum));
+        if (d.lse) d.lse[row] = (float)(sum == 0 ? -HUGE_VAL : m + log(sum));
     }
     SMLAR_FREE(weight);
     return 0;

@@ -71,6 +71,7 @@ static const name_value kModes[] = {{"default", SNAPMLA_MODE_DEFAULT}, {NULL, 0}
 static const name_value kPaths[] = {
     {"auto", SNAPMLA_PATH_AUTO},
     {"general", SNAPMLA_PATH_GENERAL},
+    {"sm90", SNAPMLA_PATH_SM90},
     {NULL, 0},
 };
 

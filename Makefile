@@ -1,0 +1,130 @@
+# snapmla.  `make demo` and `make test` need no step before them; `make help` lists the rest.
+# Everything is built in build/.  Override on the command line: CC, CXX, NVCC, CUDA_HOME, ARCH.
+#
+# ARCH is the GPU that machine code is made for.  PTX for compute capability 8.0 goes with it, so
+# the same programs start on every other GPU since Ampere, where the driver compiles it at first use.
+
+NVCC      ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
+CUDA_HOME ?= $(abspath $(dir $(shell readlink -f $(NVCC) || echo /usr/local/cuda/bin/nvcc))..)
+ARCH      ?= sm_90a
+ARCHS     ?= sm_80 sm_89 sm_90a sm_100 sm_120
+export CC CXX NVCC CUDA_HOME ARCH ARCHS
+
+CFLAGS    ?= -O3
+NVCCFLAGS ?= -O3
+code       = -gencode arch=$(1:sm_%=compute_%),code=$(1)
+ptx80      = -gencode arch=compute_80,code=compute_80
+run_code   = $(call code,$(ARCH)) $(ptx80)
+all_code   = $(foreach arch,$(ARCHS),$(call code,$(arch)))
+nvcc       = $(NVCC) -std=c++17 $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Wall,-Wextra --threads 0 -I.
+# The Hopper kernel of 64 rows keeps some registers of its prologue in local memory (README, Limits).
+no_spills  = $(if $(filter 90a,$*),,-Xptxas -warn-spills,-warn-lmem-usage)
+c99        = $(CC) -std=c99 $(CFLAGS) -Wall -Wextra -Werror -isystem $(CUDA_HOME)/include -I.
+cudart     = -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread -lm
+# libcmocka is looked for beside the program first: build/ can be carried to a machine without it
+cmocka     = -lcmocka -Wl,-rpath,'$$ORIGIN'
+
+headers    = snapmla.cuh snapmla_ref.h
+tiny       = examples/tiny_mla
+tiny_cpu   = $(tiny)/tiny_mla.c $(tiny)/model.c $(tiny)/backend_cpu.c
+tiny_gpu   = $(tiny_cpu) $(tiny)/backend_gpu.cu
+tiny_h     = $(wildcard $(tiny)/*.h)
+gpu_tests  = build/gpu_util.o $(patsubst tests/%.c,build/%.o,$(wildcard tests/test_gpu*.c))
+examples   = $(wildcard examples/*.cu examples/*/*.cu)
+
+help:
+	@echo 'make demo      a small MLA language model writes text from a SnapMLA cache'
+	@echo 'make test      every test that can run on this machine; GPU tests skip where there is no GPU'
+	@echo 'make examples  the programs of examples/, in build/'
+	@echo 'make bench     speed of the decode kernels (needs a GPU)'
+	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
+	@echo 'make clean     remove build/'
+	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
+
+demo:
+	@tests/need.sh cc
+	@if $(NVCC) --version >/dev/null 2>&1; then $(MAKE) --no-print-directory build/tiny_mla && build/tiny_mla; \
+	 else echo 'demo: no nvcc (CUDA Toolkit 12.8 or newer): built for the CPU reference alone'; \
+	      $(MAKE) --no-print-directory build/tiny_mla_cpu && build/tiny_mla_cpu; fi
+
+test:
+	@tests/run.sh
+
+examples: build/01_minimal build/02_from_c build/bench build/tiny_mla
+
+bench: build/bench
+	build/bench
+
+sanitize: build/test_gpu
+	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --error-exitcode 9 build/test_gpu
+
+clean:
+	rm -rf build
+
+build build/arch:
+	mkdir -p $@
+
+# --- examples ---
+build/01_minimal: examples/01_minimal.cu $(headers) | build
+	$(nvcc) $(run_code) -o $@ $<
+
+build/bench: examples/bench.cu $(headers) | build
+	$(nvcc) $(run_code) -o $@ $<
+
+build/02_from_c: examples/02_from_c/main.c build/02_from_c.o $(headers)
+	$(c99) -o $@ $< build/02_from_c.o $(cudart) -lstdc++
+
+build/02_from_c.o: examples/02_from_c/snapmla.cu snapmla.cuh | build
+	$(nvcc) $(run_code) -c -o $@ $<
+
+build/tiny_mla: $(tiny_gpu) $(tiny_h) $(headers) | build
+	$(nvcc) $(run_code) -DTINY_MLA_GPU -o $@ $(tiny_gpu)
+
+build/tiny_mla_cpu: $(tiny_cpu) $(tiny_h) snapmla_ref.h | build
+	$(CC) -std=c99 -O3 -Wall -Wextra -Werror -o $@ $(tiny_cpu) -lm -lpthread
+
+# --- tests: C99, linked with one implementation object ---
+build/impl.o: tests/impl.cu snapmla.cuh | build
+	$(nvcc) $(run_code) -c -o $@ $<
+
+build/impl_ptx80.o: tests/impl.cu snapmla.cuh | build
+	$(nvcc) $(ptx80) -c -o $@ $<
+
+build/arch/impl_sm_%.o: tests/impl.cu snapmla.cuh | build/arch
+	$(nvcc) $(no_spills) $(call code,sm_$*) -c -o $@ $<
+
+build/arch/%.o: examples/%.cu $(headers) $(tiny_h) | build/arch
+	mkdir -p $(@D) && $(nvcc) $(all_code) -DTINY_MLA_GPU -c -o $@ $<
+
+build/arch/%.o: examples/%.c $(headers) | build/arch
+	mkdir -p $(@D) && $(c99) -c -o $@ $<
+
+examples_all_archs: $(examples:examples/%.cu=build/arch/%.o) build/arch/02_from_c/main.o
+
+build/libcmocka.so.0: | build
+	cp -L "$$($(CC) -print-file-name=libcmocka.so)" $@
+
+build/test_ref: tests/test_ref.c tests/test_util.h snapmla_ref.h | build/libcmocka.so.0
+	$(c99) -o $@ $< $(cmocka) -lm -lpthread
+
+build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_h) snapmla_ref.h \
+  | build/libcmocka.so.0
+	$(c99) -o $@ $< $(cmocka) -lm -lpthread
+
+build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h $(headers) | build
+	$(c99) -c -o $@ $<
+
+build/test_api: build/test_api.o build/impl.o | build/libcmocka.so.0
+	$(CXX) -o $@ $^ $(cmocka) $(cudart)
+
+build/test_gpu: $(gpu_tests) build/impl.o | build/libcmocka.so.0
+	$(CXX) -o $@ $^ $(cmocka) $(cudart)
+
+build/test_gpu_ptx80: $(gpu_tests) build/impl_ptx80.o | build/libcmocka.so.0
+	$(CXX) -o $@ $^ $(cmocka) $(cudart)
+
+build/test_wrong_arch: build/test_wrong_arch.o build/arch/impl_sm_80.o | build/libcmocka.so.0
+	$(CXX) -o $@ $^ $(cmocka) $(cudart)
+
+.PHONY: help demo test examples examples_all_archs bench sanitize clean
+.DELETE_ON_ERROR:

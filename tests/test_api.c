@@ -1,0 +1,752 @@
+/* test_api.c - what the host side of snapmla.cuh checks and computes; needs no GPU.
+
+   Every code of SNAPMLA_RESULT_LIST is provoked by one wrong field in an otherwise good desc,
+   through every function that looks at that field.  Pointers are made up: a call that returns an
+   error must not touch them, and none of these descs gets further than the checks. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <cmocka.h>
+
+#include "snapmla.cuh"
+#include "test_util.h"
+
+/* ================================================================================================
+   Good descs, and which codes were seen
+   ============================================================================================== */
+enum { kSms = 132 };
+
+typedef struct known_result {
+    snapmla_result result;
+    const char *name;
+    const char *text;
+} known_result;
+
+static const known_result results[] = {
+#define ROW(name, value, text) {name, #name, text},
+    SNAPMLA_RESULT_LIST(ROW)
+#undef ROW
+};
+enum { kResults = sizeof results / sizeof results[0] };
+static int provoked[kResults];
+
+static const char *name_of(snapmla_result result)
+{
+    for (int i = 0; i < kResults; i++) {
+        if (results[i].result == result) return results[i].name;
+    }
+    return "a code that is not in the list";
+}
+
+static void expect(const char *file, int line, const char *call, snapmla_result got,
+                   snapmla_result wanted)
+{
+    if (got != wanted) {
+        print_error("%s:%d: %s gave %s, wanted %s\n", file, line, call, name_of(got),
+                    name_of(wanted));
+        fail();
+    }
+    for (int i = 0; i < kResults; i++) provoked[i] |= results[i].result == got;
+}
+#define EXPECT(call, wanted) expect(__FILE__, __LINE__, #call, (call), (wanted))
+
+/* n-th made-up device buffer, 4 GiB apart */
+static void *at(uintptr_t n) { return (void *)(n << 32); }
+
+static snapmla_step good_step(void)
+{
+    snapmla_step step;
+    memset(&step, 0, sizeof step);
+    step.batch = 3;
+    step.s_q = 2;
+    step.heads = 16;
+    step.sm_count = kSms;
+    step.path = SNAPMLA_PATH_GENERAL;
+    step.seq_lens = (const int32_t *)at(1);
+    step.plan = at(2);
+    step.plan_bytes = (size_t)1 << 30;
+    return step;
+}
+
+static snapmla_cache good_cache(void)
+{
+    snapmla_cache cache;
+    memset(&cache, 0, sizeof cache);
+    cache.content = at(3);
+    cache.scale = (float *)at(4);
+    cache.rope = at(5);
+    cache.pages = 100;
+    return cache;
+}
+
+static snapmla_decode_desc good_decode(void)
+{
+    snapmla_decode_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.step = good_step();
+    desc.cache = good_cache();
+    desc.block_table = (const int32_t *)at(6);
+    desc.block_table_width = 10;
+    desc.softmax_scale = 0.1352f;
+    desc.q = at(7);
+    desc.out = at(8);
+    desc.lse = (float *)at(9);
+    desc.workspace = at(10);
+    desc.workspace_bytes = (size_t)1 << 32;
+    return desc;
+}
+
+static snapmla_decode_desc good_decode_planes(void)
+{
+    snapmla_decode_desc desc = good_decode();
+    desc.q = NULL;
+    desc.q_content = at(11);
+    desc.q_scale = (const float *)at(12);
+    desc.q_rope = at(13);
+    return desc;
+}
+
+static snapmla_quantize_q_desc good_quantize(void)
+{
+    snapmla_quantize_q_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.tokens = 5;
+    desc.heads = 16;
+    desc.q = at(7);
+    desc.q_content = at(11);
+    desc.q_scale = (float *)at(12);
+    desc.q_rope = at(13);
+    return desc;
+}
+
+static snapmla_append_desc good_append(void)
+{
+    snapmla_append_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.cache = good_cache();
+    desc.tokens = 5;
+    desc.latent = at(14);
+    desc.slots = (const int64_t *)at(15);
+    return desc;
+}
+
+static snapmla_fetch_desc good_fetch(void)
+{
+    snapmla_fetch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.cache = good_cache();
+    desc.tokens = 5;
+    desc.latent = at(14);
+    desc.slots = (const int64_t *)at(15);
+    return desc;
+}
+
+static snapmla_merge_desc good_merge(void)
+{
+    snapmla_merge_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.parts = 2;
+    desc.rows = 6;
+    desc.part_out = at(16);
+    desc.part_lse = (const float *)at(17);
+    desc.out = at(8);
+    desc.lse = (float *)at(9);
+    return desc;
+}
+
+static void plus(const void **pointer, int bytes) { *pointer = (const char *)*pointer + bytes; }
+#define SHIFT(field, bytes) plus((const void **)(void *)&(field), (bytes))
+
+/* One wrong thing in a good desc; `d` is the desc. */
+#define BAD_STEP(wanted, ...)                                 \
+    do {                                                      \
+        snapmla_step d = good_step();                         \
+        size_t bytes = 12345;                                 \
+        __VA_ARGS__;                                          \
+        EXPECT(snapmla_plan_bytes(&d, &bytes), wanted);       \
+        EXPECT(snapmla_decode_workspace(&d, &bytes), wanted); \
+        EXPECT(snapmla_plan(&d), wanted);                     \
+        TU_CHECK_INT(bytes, 12345);                           \
+    } while (0)
+
+#define BAD_DECODE_OF(make, wanted, ...)                        \
+    do {                                                        \
+        snapmla_decode_desc d = make(), resolved, untouched;    \
+        memset(&resolved, 0xa5, sizeof resolved);               \
+        memset(&untouched, 0xa5, sizeof untouched);             \
+        __VA_ARGS__;                                            \
+        EXPECT(snapmla_resolve(&d, &resolved), wanted);         \
+        TU_CHECK_BYTES(&resolved, &untouched, sizeof resolved); \
+        EXPECT(snapmla_decode(&d), wanted);                     \
+    } while (0)
+#define BAD_DECODE(wanted, ...) BAD_DECODE_OF(good_decode, wanted, __VA_ARGS__)
+#define BAD_PLANES(wanted, ...) BAD_DECODE_OF(good_decode_planes, wanted, __VA_ARGS__)
+
+#define BAD(kind, function, wanted, ...)         \
+    do {                                         \
+        snapmla_##kind##_desc d = good_##kind(); \
+        __VA_ARGS__;                             \
+        EXPECT(snapmla_##function(&d), wanted);  \
+    } while (0)
+#define BAD_QUANTIZE(wanted, ...) BAD(quantize, quantize_q, wanted, __VA_ARGS__)
+#define BAD_APPEND(wanted, ...) BAD(append, append, wanted, __VA_ARGS__)
+#define BAD_FETCH(wanted, ...) BAD(fetch, fetch, wanted, __VA_ARGS__)
+#define BAD_MERGE(wanted, ...) BAD(merge, merge, wanted, __VA_ARGS__)
+
+/* A wrong cache, in every desc that has one. */
+#define BAD_CACHE(wanted, ...)                                        \
+    do {                                                              \
+        BAD_DECODE(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
+        BAD_APPEND(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
+        BAD_FETCH(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+    } while (0)
+
+typedef snapmla_quantize_q_desc snapmla_quantize_desc; /* the name that BAD() makes */
+
+/* ================================================================================================
+   Good calls
+   ============================================================================================== */
+static void test_version_and_texts(void **state)
+{
+    (void)state;
+    assert_int_equal(snapmla_version(), SNAPMLA_VERSION);
+    for (int i = 0; i < kResults; i++) {
+        assert_string_equal(snapmla_result_string(results[i].result), results[i].text);
+        for (int j = 0; j < i; j++) {
+            assert_int_not_equal(results[i].result, results[j].result);
+            assert_string_not_equal(results[i].text, results[j].text);
+        }
+        TU_CHECK(i == 0 || results[i].result == results[i - 1].result - 1, "%s", results[i].name);
+    }
+    assert_non_null(snapmla_result_string((snapmla_result)-12345));
+    assert_non_null(snapmla_result_string((snapmla_result)7));
+}
+
+static void test_resolve_fills_defaults(void **state)
+{
+    (void)state;
+    snapmla_decode_desc desc = good_decode(), r;
+    desc.cache.page_size = desc.step.page_size = 16;
+    EXPECT(snapmla_resolve(&desc, &r), SNAPMLA_OK);
+    TU_CHECK_INT(r.step.latent_dim, 512);
+    TU_CHECK_INT(r.step.rope_dim, 64);
+    TU_CHECK_INT(r.step.page_size, 16);
+    TU_CHECK_INT(r.step.sm_count, kSms);
+    TU_CHECK_INT(r.step.path, SNAPMLA_PATH_GENERAL);
+    TU_CHECK_INT(r.cache.latent_dim, 512);
+    TU_CHECK_INT(r.cache.rope_dim, 64);
+    TU_CHECK_INT(r.cache.content_page_stride, 16 * 512);
+    TU_CHECK_INT(r.cache.scale_page_stride, 16);
+    TU_CHECK_INT(r.cache.rope_page_stride, 16 * 64);
+    TU_CHECK_INT(r.block_table_stride, 10);
+    TU_CHECK_INT(r.q_head_stride, 576);
+    TU_CHECK_INT(r.q_token_stride, 16 * 576);
+    TU_CHECK_INT(r.q_batch_stride, 2 * 16 * 576);
+    TU_CHECK_INT(r.out_head_stride, 512);
+    TU_CHECK_INT(r.out_token_stride, 16 * 512);
+    TU_CHECK_INT(r.out_batch_stride, 2 * 16 * 512);
+    TU_CHECK_INT(r.lse_token_stride, 16);
+    TU_CHECK_INT(r.lse_batch_stride, 2 * 16);
+    TU_CHECK(r.q == desc.q && r.out == desc.out && r.lse == desc.lse, "pointers");
+    TU_CHECK(r.softmax_scale == desc.softmax_scale, "scale %g", (double)r.softmax_scale);
+
+    /* what is resolved resolves to itself */
+    snapmla_decode_desc again;
+    memset(&again, 0, sizeof again);
+    EXPECT(snapmla_resolve(&r, &again), SNAPMLA_OK);
+    TU_CHECK_INT(again.q_batch_stride, r.q_batch_stride);
+    TU_CHECK_INT(again.cache.content_page_stride, r.cache.content_page_stride);
+    TU_CHECK_INT(again.step.page_size, 16);
+
+    /* in place */
+    EXPECT(snapmla_resolve(&desc, &desc), SNAPMLA_OK);
+    TU_CHECK_INT(desc.q_token_stride, 16 * 576);
+
+    /* given strides stay; defaults of the outer ones follow the inner ones */
+    desc = good_decode();
+    desc.q_head_stride = 600;
+    desc.out_token_stride = 16 * 512 + 8;
+    EXPECT(snapmla_resolve(&desc, &r), SNAPMLA_OK);
+    TU_CHECK_INT(r.q_head_stride, 600);
+    TU_CHECK_INT(r.out_token_stride, 16 * 512 + 8);
+    TU_CHECK(r.q_token_stride >= 16 * 600 - 24, "%lld", (long long)r.q_token_stride);
+    TU_CHECK(r.q_batch_stride >= 2 * r.q_token_stride - 24, "%lld", (long long)r.q_batch_stride);
+    TU_CHECK(r.out_batch_stride >= 2 * r.out_token_stride - 8, "%lld",
+             (long long)r.out_batch_stride);
+}
+
+/* Unusual but legal. */
+static void test_legal_descs(void **state)
+{
+    (void)state;
+    snapmla_decode_desc r;
+#define LEGAL(...)                                   \
+    do {                                             \
+        snapmla_decode_desc d = good_decode();       \
+        __VA_ARGS__;                                 \
+        EXPECT(snapmla_resolve(&d, &r), SNAPMLA_OK); \
+    } while (0)
+    LEGAL((void)0);
+    LEGAL(d = good_decode_planes());
+    LEGAL(d.lse = NULL);
+    LEGAL(d.cache.pages = 0, d.cache.content = NULL, d.cache.scale = NULL, d.cache.rope = NULL);
+    LEGAL(d.block_table = NULL, d.block_table_width = 0);
+    LEGAL(d.block_table_stride = 1 << 20);
+    LEGAL(d.step.latent_dim = 512, d.cache.rope_dim = 64);
+    LEGAL(d.step.page_size = 64);
+    LEGAL(d.cache.pages = INT64_MAX / (1 << 20));
+    LEGAL(d.cache.content_page_stride = 64 * 644, d.cache.scale_page_stride = 64 * 161,
+          d.cache.rope_page_stride = 64 * 322);
+    LEGAL(d.causal = 1);
+    LEGAL(d.step.max_seq_len = INT32_MAX);
+    LEGAL(d.step.max_seq_len = 4096, d.step.split_tokens = 128);
+    LEGAL(d.step.sm_count = 1);
+    LEGAL(d.softmax_scale = 1e-30f);
+    for (int page = 1; page <= 1024; page *= 2) {
+        LEGAL(d.step.page_size = d.cache.page_size = page);
+        if (page < 4)
+            LEGAL(d.step.page_size = d.cache.page_size = page, SHIFT(d.cache.scale, 4 * page));
+    }
+#undef LEGAL
+}
+
+/* Nothing to do is OK, whatever the other fields hold, without a device. */
+static void test_nothing_to_do(void **state)
+{
+    (void)state;
+    snapmla_step step = good_step();
+    step.batch = 0;
+    EXPECT(snapmla_plan(&step), SNAPMLA_OK);
+    snapmla_decode_desc desc = good_decode();
+    desc.step.batch = 0;
+    EXPECT(snapmla_decode(&desc), SNAPMLA_OK);
+    desc = good_decode();
+    desc.step.s_q = 0;
+    EXPECT(snapmla_decode(&desc), SNAPMLA_OK);
+    EXPECT(snapmla_plan(&desc.step), SNAPMLA_OK);
+    desc = good_decode();
+    desc.step.heads = 0;
+    EXPECT(snapmla_decode(&desc), SNAPMLA_OK);
+    EXPECT(snapmla_plan(&desc.step), SNAPMLA_OK);
+    BAD_QUANTIZE(SNAPMLA_OK, d.tokens = 0);
+    BAD_QUANTIZE(SNAPMLA_OK, d.heads = 0);
+    BAD_APPEND(SNAPMLA_OK, d.tokens = 0);
+    BAD_FETCH(SNAPMLA_OK, d.tokens = 0);
+    BAD_MERGE(SNAPMLA_OK, d.rows = 0);
+    BAD_MERGE(SNAPMLA_OK, d.rows = 0, d.parts = 0);
+}
+
+/* ================================================================================================
+   Every error code
+   ============================================================================================== */
+static void test_null_desc(void **state)
+{
+    (void)state;
+    size_t bytes = 12345;
+    snapmla_step step = good_step();
+    snapmla_decode_desc desc = good_decode();
+    EXPECT(snapmla_plan_bytes(NULL, &bytes), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_plan_bytes(&step, NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_decode_workspace(NULL, &bytes), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_decode_workspace(&step, NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_plan(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_decode(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_resolve(NULL, &desc), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_resolve(&desc, NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_quantize_q(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_append(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_fetch(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_merge(NULL), SNAPMLA_ERROR_NULL_DESC);
+    TU_CHECK_INT(bytes, 12345);
+}
+
+static void test_no_such_device(void **state)
+{
+    (void)state;
+    snapmla_path path = SNAPMLA_PATH_FORCE_INT;
+    EXPECT(snapmla_device_supported(-1, &path), SNAPMLA_ERROR_CUDA);
+    EXPECT(snapmla_device_supported(1000000, &path), SNAPMLA_ERROR_CUDA);
+    EXPECT(snapmla_device_supported(1000000, NULL), SNAPMLA_ERROR_CUDA);
+    TU_CHECK_INT(path, SNAPMLA_PATH_FORCE_INT);
+}
+
+static void test_shape(void **state)
+{
+    (void)state;
+    BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = -1);
+    BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = INT32_MIN);
+    BAD_STEP(SNAPMLA_ERROR_S_Q, d.s_q = -1);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.heads = -1);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.batch = d.s_q = d.heads = INT32_MAX);
+    BAD_DECODE(SNAPMLA_ERROR_BATCH, d.step.batch = -1);
+    BAD_DECODE(SNAPMLA_ERROR_S_Q, d.step.s_q = -1);
+    BAD_DECODE(SNAPMLA_ERROR_HEADS, d.step.heads = -1);
+    BAD_DECODE(SNAPMLA_ERROR_HEADS, d.step.batch = d.step.s_q = d.step.heads = INT32_MAX);
+    BAD_QUANTIZE(SNAPMLA_ERROR_HEADS, d.heads = -1);
+    BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
+    BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
+    BAD_FETCH(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MIN);
+    BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1);
+}
+
+static void test_format(void **state)
+{
+    (void)state;
+    static const int32_t pages[] = {-1, 3, 48, 63, 65, 1000, 2048, INT32_MAX, INT32_MIN};
+    static const int32_t dims[] = {-1, 1, 500, 576, 1024, INT32_MAX};
+    for (int i = 0; i < (int)(sizeof pages / sizeof pages[0]); i++) {
+        BAD_STEP(SNAPMLA_ERROR_PAGE_SIZE, d.page_size = pages[i]);
+        BAD_CACHE(SNAPMLA_ERROR_PAGE_SIZE, c->page_size = pages[i]);
+    }
+    for (int i = 0; i < (int)(sizeof dims / sizeof dims[0]); i++) {
+        BAD_STEP(SNAPMLA_ERROR_LATENT_DIM, d.latent_dim = dims[i]);
+        BAD_CACHE(SNAPMLA_ERROR_LATENT_DIM, c->latent_dim = dims[i]);
+        BAD_QUANTIZE(SNAPMLA_ERROR_LATENT_DIM, d.latent_dim = dims[i]);
+    }
+    static const int32_t ropes[] = {-2, 1, 48, 63, 128, INT32_MAX};
+    for (int i = 0; i < (int)(sizeof ropes / sizeof ropes[0]); i++) {
+        BAD_STEP(SNAPMLA_ERROR_ROPE_DIM, d.rope_dim = ropes[i]);
+        BAD_CACHE(SNAPMLA_ERROR_ROPE_DIM, c->rope_dim = ropes[i]);
+        BAD_QUANTIZE(SNAPMLA_ERROR_ROPE_DIM, d.rope_dim = ropes[i]);
+    }
+    BAD_CACHE(SNAPMLA_ERROR_PAGES, c->pages = -1);
+    BAD_DECODE(SNAPMLA_ERROR_STEP_CACHE, d.cache.page_size = 32);
+    BAD_DECODE(SNAPMLA_ERROR_STEP_CACHE, d.step.page_size = 128);
+}
+
+static void test_policy(void **state)
+{
+    (void)state;
+    BAD_STEP(SNAPMLA_ERROR_MAX_SEQ_LEN, d.max_seq_len = -1);
+    BAD_STEP(SNAPMLA_ERROR_MAX_SEQ_LEN, d.split_tokens = 128);
+    static const int32_t splits[] = {-128, -1, 1, 64, 127, 192, 4095, INT32_MAX};
+    for (int i = 0; i < (int)(sizeof splits / sizeof splits[0]); i++) {
+        BAD_STEP(SNAPMLA_ERROR_SPLIT_TOKENS, d.max_seq_len = 4096, d.split_tokens = splits[i]);
+        BAD_DECODE(SNAPMLA_ERROR_SPLIT_TOKENS, d.step.max_seq_len = 4096,
+                   d.step.split_tokens = splits[i]);
+    }
+    BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)99);
+    BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)-1);
+    BAD_STEP(SNAPMLA_ERROR_PATH, d.path = (snapmla_path)99);
+    BAD_STEP(SNAPMLA_ERROR_PATH, d.path = (snapmla_path)-1);
+    BAD_STEP(SNAPMLA_ERROR_SM_COUNT, d.sm_count = -1);
+    BAD_DECODE(SNAPMLA_ERROR_MAX_SEQ_LEN, d.step.max_seq_len = -1);
+    BAD_DECODE(SNAPMLA_ERROR_MODE, d.step.mode = (snapmla_mode)99);
+    BAD_DECODE(SNAPMLA_ERROR_PATH, d.step.path = (snapmla_path)99);
+    BAD_DECODE(SNAPMLA_ERROR_SM_COUNT, d.step.sm_count = -1);
+}
+
+/* What snapmla_plan_bytes() and snapmla_decode_workspace() need not look at. */
+#define BAD_PLAN(wanted, ...)                                     \
+    do {                                                          \
+        snapmla_step d = good_step();                             \
+        size_t bytes = 0;                                         \
+        __VA_ARGS__;                                              \
+        EXPECT(snapmla_plan(&d), wanted);                         \
+        EXPECT(snapmla_plan_bytes(&d, &bytes), SNAPMLA_OK);       \
+        EXPECT(snapmla_decode_workspace(&d, &bytes), SNAPMLA_OK); \
+    } while (0)
+
+static void test_plan_buffer(void **state)
+{
+    (void)state;
+    snapmla_step step = good_step();
+    size_t needed = 0;
+    EXPECT(snapmla_plan_bytes(&step, &needed), SNAPMLA_OK);
+    TU_CHECK(needed > 0, "plan of %llu bytes", (unsigned long long)needed);
+    BAD_PLAN(SNAPMLA_ERROR_NULL_SEQ_LENS, d.seq_lens = NULL);
+    BAD_PLAN(SNAPMLA_ERROR_NULL_PLAN, d.plan = NULL);
+    for (int shift = 1; shift < 16; shift++) {
+        BAD_PLAN(SNAPMLA_ERROR_PLAN_ALIGN, SHIFT(d.plan, shift));
+    }
+    BAD_PLAN(SNAPMLA_ERROR_PLAN_BYTES, d.plan_bytes = needed - 1);
+    BAD_PLAN(SNAPMLA_ERROR_PLAN_BYTES, d.plan_bytes = 0);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_SEQ_LENS, d.step.seq_lens = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_PLAN, d.step.plan = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_PLAN_ALIGN, SHIFT(d.step.plan, 8));
+    BAD_DECODE(SNAPMLA_ERROR_PLAN_BYTES, d.step.plan_bytes = needed - 1);
+}
+
+static void test_cache_planes(void **state)
+{
+    (void)state;
+    BAD_CACHE(SNAPMLA_ERROR_NULL_CONTENT, c->content = NULL);
+    BAD_CACHE(SNAPMLA_ERROR_NULL_SCALE, c->scale = NULL);
+    BAD_CACHE(SNAPMLA_ERROR_NULL_ROPE, c->rope = NULL);
+    for (int shift = 1; shift < 16; shift++) {
+        BAD_CACHE(SNAPMLA_ERROR_CONTENT_ALIGN, SHIFT(c->content, shift));
+        BAD_CACHE(SNAPMLA_ERROR_SCALE_ALIGN, SHIFT(c->scale, shift));
+        BAD_CACHE(SNAPMLA_ERROR_ROPE_ALIGN, SHIFT(c->rope, shift));
+    }
+    BAD_APPEND(SNAPMLA_ERROR_SCALE_ALIGN, d.cache.page_size = 1, SHIFT(d.cache.scale, 2));
+    BAD_APPEND(SNAPMLA_ERROR_SCALE_ALIGN, d.cache.page_size = 2, SHIFT(d.cache.scale, 4));
+    BAD_CACHE(SNAPMLA_ERROR_CONTENT_ALIGN, c->content_page_stride = 64 * 512 + 8);
+    BAD_CACHE(SNAPMLA_ERROR_SCALE_ALIGN, c->scale_page_stride = 64 + 2);
+    BAD_CACHE(SNAPMLA_ERROR_ROPE_ALIGN, c->rope_page_stride = 64 * 64 + 4);
+    BAD_CACHE(SNAPMLA_ERROR_CONTENT_STRIDE, c->content_page_stride = 63 * 512);
+    BAD_CACHE(SNAPMLA_ERROR_CONTENT_STRIDE, c->content_page_stride = -64 * 512);
+    BAD_CACHE(SNAPMLA_ERROR_SCALE_STRIDE, c->scale_page_stride = 60);
+    BAD_CACHE(SNAPMLA_ERROR_SCALE_STRIDE, c->scale_page_stride = -64);
+    BAD_CACHE(SNAPMLA_ERROR_ROPE_STRIDE, c->rope_page_stride = 63 * 64);
+    BAD_CACHE(SNAPMLA_ERROR_ROPE_STRIDE, c->rope_page_stride = -64 * 64);
+}
+
+static void test_decode_inputs(void **state)
+{
+    (void)state;
+    BAD_DECODE(SNAPMLA_ERROR_TABLE_WIDTH, d.block_table_width = -1);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_BLOCK_TABLE, d.block_table = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_TABLE_STRIDE, d.block_table_stride = 9);
+    BAD_DECODE(SNAPMLA_ERROR_TABLE_STRIDE, d.block_table_stride = -10);
+    BAD_DECODE(SNAPMLA_ERROR_CAUSAL, d.causal = 2);
+    BAD_DECODE(SNAPMLA_ERROR_CAUSAL, d.causal = -1);
+    BAD_DECODE(SNAPMLA_ERROR_SOFTMAX_SCALE, d.softmax_scale = 0.0f);
+    BAD_DECODE(SNAPMLA_ERROR_SOFTMAX_SCALE, d.softmax_scale = -1.0f);
+    BAD_DECODE(SNAPMLA_ERROR_SOFTMAX_SCALE, d.softmax_scale = NAN);
+    BAD_DECODE(SNAPMLA_ERROR_SOFTMAX_SCALE, d.softmax_scale = INFINITY);
+
+    BAD_DECODE(SNAPMLA_ERROR_NULL_Q, d.q = NULL);
+    BAD_PLANES(SNAPMLA_ERROR_NULL_Q, d.q_content = NULL);
+    BAD_PLANES(SNAPMLA_ERROR_NULL_Q, d.q_scale = NULL);
+    BAD_PLANES(SNAPMLA_ERROR_NULL_Q, d.q_rope = NULL);
+    BAD_PLANES(SNAPMLA_ERROR_Q_TWICE, d.q = at(7));
+    BAD_DECODE(SNAPMLA_ERROR_Q_TWICE, d.q_scale = (const float *)at(12));
+    BAD_DECODE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q, 8));
+    BAD_DECODE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q, 2));
+    BAD_DECODE(SNAPMLA_ERROR_Q_ALIGN, d.q_head_stride = 580);
+    BAD_DECODE(SNAPMLA_ERROR_Q_ALIGN, d.q_token_stride = 16 * 576 + 4);
+    BAD_DECODE(SNAPMLA_ERROR_Q_ALIGN, d.q_batch_stride = 2 * 16 * 576 + 1);
+    BAD_PLANES(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_content, 8));
+    BAD_PLANES(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_scale, 2));
+    BAD_PLANES(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_rope, 8));
+    BAD_DECODE(SNAPMLA_ERROR_Q_STRIDE, d.q_head_stride = 568);
+    BAD_DECODE(SNAPMLA_ERROR_Q_STRIDE, d.q_head_stride = -576);
+    BAD_DECODE(SNAPMLA_ERROR_Q_STRIDE, d.q_token_stride = -16 * 576);
+    BAD_DECODE(SNAPMLA_ERROR_Q_STRIDE, d.q_batch_stride = -2 * 16 * 576);
+}
+
+static void test_decode_outputs(void **state)
+{
+    (void)state;
+    snapmla_step step = good_step();
+    size_t needed = 0;
+    EXPECT(snapmla_decode_workspace(&step, &needed), SNAPMLA_OK);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_OUT, d.out = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_ALIGN, SHIFT(d.out, 8));
+    BAD_DECODE(SNAPMLA_ERROR_OUT_ALIGN, d.out_head_stride = 516);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_ALIGN, d.out_token_stride = 16 * 512 + 4);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_ALIGN, d.out_batch_stride = 2 * 16 * 512 + 1);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_STRIDE, d.out_head_stride = 504);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_STRIDE, d.out_head_stride = -512);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_STRIDE, d.out_token_stride = -16 * 512);
+    BAD_DECODE(SNAPMLA_ERROR_OUT_STRIDE, d.out_batch_stride = -2 * 16 * 512);
+    BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_token_stride = 15);
+    BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_token_stride = -16);
+    BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_batch_stride = -32);
+    TU_CHECK(needed > 0, "workspace of %llu bytes", (unsigned long long)needed);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_WORKSPACE, d.workspace = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_WORKSPACE_ALIGN, SHIFT(d.workspace, 4));
+    BAD_DECODE(SNAPMLA_ERROR_WORKSPACE_BYTES, d.workspace_bytes = needed - 1);
+    BAD_DECODE(SNAPMLA_ERROR_WORKSPACE_BYTES, d.workspace_bytes = 0);
+}
+
+static void test_quantize_buffers(void **state)
+{
+    (void)state;
+    BAD_QUANTIZE(SNAPMLA_ERROR_NULL_Q, d.q = NULL);
+    BAD_QUANTIZE(SNAPMLA_ERROR_NULL_Q, d.q_content = NULL);
+    BAD_QUANTIZE(SNAPMLA_ERROR_NULL_Q, d.q_scale = NULL);
+    BAD_QUANTIZE(SNAPMLA_ERROR_NULL_Q, d.q_rope = NULL);
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q, 8));
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, d.q_head_stride = 580);
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, d.q_token_stride = 16 * 576 + 4);
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_content, 8));
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_scale, 2));
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.q_rope, 8));
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_STRIDE, d.q_head_stride = 568);
+    BAD_QUANTIZE(SNAPMLA_ERROR_Q_STRIDE, d.q_token_stride = -16 * 576);
+}
+
+static void test_key_buffers(void **state)
+{
+    (void)state;
+    BAD_APPEND(SNAPMLA_ERROR_NULL_LATENT, d.latent = NULL);
+    BAD_APPEND(SNAPMLA_ERROR_KEY_ALIGN, SHIFT(d.latent, 1));
+    BAD_APPEND(SNAPMLA_ERROR_KEY_ALIGN, d.rope = at(18), SHIFT(d.rope, 1));
+    BAD_APPEND(SNAPMLA_ERROR_KEY_STRIDE, d.latent_stride = 575);
+    BAD_APPEND(SNAPMLA_ERROR_KEY_STRIDE, d.latent_stride = -576);
+    BAD_APPEND(SNAPMLA_ERROR_KEY_STRIDE, d.rope = at(18), d.latent_stride = 511);
+    BAD_APPEND(SNAPMLA_ERROR_KEY_STRIDE, d.rope = at(18), d.rope_stride = 63);
+    BAD_APPEND(SNAPMLA_ERROR_KEY_STRIDE, d.rope = at(18), d.rope_stride = -64);
+    BAD_APPEND(SNAPMLA_ERROR_NULL_SLOTS, d.slots = NULL);
+    BAD_FETCH(SNAPMLA_ERROR_NULL_LATENT, d.latent = NULL);
+    BAD_FETCH(SNAPMLA_ERROR_KEY_ALIGN, SHIFT(d.latent, 1));
+    BAD_FETCH(SNAPMLA_ERROR_KEY_ALIGN, d.rope = at(18), SHIFT(d.rope, 1));
+    BAD_FETCH(SNAPMLA_ERROR_KEY_STRIDE, d.latent_stride = 575);
+    BAD_FETCH(SNAPMLA_ERROR_KEY_STRIDE, d.rope = at(18), d.rope_stride = 63);
+    BAD_FETCH(SNAPMLA_ERROR_NULL_SLOTS, d.slots = NULL);
+}
+
+static void test_merge_buffers(void **state)
+{
+    (void)state;
+    BAD_MERGE(SNAPMLA_ERROR_PARTS, d.parts = -1);
+    BAD_MERGE(SNAPMLA_ERROR_PARTS, d.parts = 0);
+    BAD_MERGE(SNAPMLA_ERROR_LATENT_DIM, d.dim = 12);
+    BAD_MERGE(SNAPMLA_ERROR_LATENT_DIM, d.dim = -8);
+    BAD_MERGE(SNAPMLA_ERROR_NULL_OUT, d.out = NULL);
+    BAD_MERGE(SNAPMLA_ERROR_NULL_OUT, d.part_out = NULL);
+    BAD_MERGE(SNAPMLA_ERROR_OUT_ALIGN, SHIFT(d.out, 8));
+    BAD_MERGE(SNAPMLA_ERROR_OUT_ALIGN, SHIFT(d.part_out, 2));
+    BAD_MERGE(SNAPMLA_ERROR_OUT_ALIGN, d.part_out_stride = 6 * 512 + 4);
+    BAD_MERGE(SNAPMLA_ERROR_NULL_LSE, d.part_lse = NULL);
+    BAD_MERGE(SNAPMLA_ERROR_PART_STRIDE, d.part_out_stride = 6 * 512 - 8);
+    BAD_MERGE(SNAPMLA_ERROR_PART_STRIDE, d.part_out_stride = -6 * 512);
+    BAD_MERGE(SNAPMLA_ERROR_PART_STRIDE, d.part_lse_stride = 5);
+    BAD_MERGE(SNAPMLA_ERROR_PART_STRIDE, d.part_lse_stride = -6);
+}
+
+/* Of two wrong things the one that comes first in the list is named. */
+static void test_order_of_checks(void **state)
+{
+    (void)state;
+    BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = d.s_q = d.heads = -1);
+    BAD_STEP(SNAPMLA_ERROR_S_Q, d.s_q = -1, d.page_size = 3);
+    BAD_STEP(SNAPMLA_ERROR_LATENT_DIM, d.latent_dim = 1, d.rope_dim = 1, d.page_size = 3);
+    BAD_STEP(SNAPMLA_ERROR_PAGE_SIZE, d.page_size = 3, d.max_seq_len = -1);
+    BAD_STEP(SNAPMLA_ERROR_MAX_SEQ_LEN, d.max_seq_len = -1, d.split_tokens = 5);
+    BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)9, d.path = (snapmla_path)9);
+    BAD_PLAN(SNAPMLA_ERROR_NULL_SEQ_LENS, d.seq_lens = NULL, d.plan = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_PLAN, d.step.plan = NULL, d.cache.content = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_STEP_CACHE, d.cache.page_size = 32, d.cache.content = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_CONTENT, d.cache.content = NULL, d.cache.scale = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_BLOCK_TABLE, d.block_table = NULL, d.q = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_CAUSAL, d.causal = 7, d.softmax_scale = 0);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_Q, d.q = NULL, d.out = NULL, d.workspace = NULL);
+    BAD_DECODE(SNAPMLA_ERROR_NULL_OUT, d.out = NULL, d.workspace = NULL);
+    BAD_QUANTIZE(SNAPMLA_ERROR_HEADS, d.heads = -1, d.tokens = -1);
+    BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1, d.cache.page_size = 3, d.latent = NULL);
+    BAD_APPEND(SNAPMLA_ERROR_NULL_SCALE, d.cache.scale = NULL, d.slots = NULL);
+    BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1, d.parts = -1);
+}
+
+/* ================================================================================================
+   Sizes
+   ============================================================================================== */
+
+/* At most 2 * (SMs * 64 rows * 512 floats + a few KB), whatever the batch, in the default policy.
+   */
+static void test_workspace_bound(void **state)
+{
+    (void)state;
+    static const int32_t batches[] = {1, 2, 3, 7, 64, 131, 132, 133, 512, 4096, 20000, 70000};
+    static const int32_t heads[] = {1, 3, 8, 16, 17, 64, 65, 128, 200};
+    static const int32_t tokens[] = {1, 2, 3, 5, 8};
+    const size_t bound = 2 * ((size_t)kSms * 64 * 512 * 4 + 16 * 1024) + 2 * (size_t)kSms * 64 * 16;
+    for (int b = 0; b < (int)(sizeof batches / sizeof batches[0]); b++) {
+        for (int h = 0; h < (int)(sizeof heads / sizeof heads[0]); h++) {
+            for (int t = 0; t < (int)(sizeof tokens / sizeof tokens[0]); t++) {
+                snapmla_step step = good_step();
+                size_t bytes = 0, plan = 0;
+                step.batch = batches[b];
+                step.heads = heads[h];
+                step.s_q = tokens[t];
+                EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+                EXPECT(snapmla_plan_bytes(&step, &plan), SNAPMLA_OK);
+                TU_CHECK(bytes <= bound, "batch %d, heads %d, s_q %d: %llu > %llu", batches[b],
+                         heads[h], tokens[t], (unsigned long long)bytes, (unsigned long long)bound);
+                /* a plan is a short record per request and per SM, never per token */
+                TU_CHECK(plan > 0 && plan <= 64 * ((size_t)batches[b] + 16 * kSms) + 4096,
+                         "batch %d: plan of %llu bytes", batches[b], (unsigned long long)plan);
+            }
+        }
+    }
+}
+
+/* max_seq_len and page size do not matter in the default policy; more SMs never need less. */
+static void test_sizes_depend_on_documented_fields(void **state)
+{
+    (void)state;
+    snapmla_step step = good_step();
+    size_t base = 0, bytes = 0, plan = 0, other = 0;
+    EXPECT(snapmla_decode_workspace(&step, &base), SNAPMLA_OK);
+    EXPECT(snapmla_plan_bytes(&step, &plan), SNAPMLA_OK);
+    step.seq_lens = NULL;
+    step.plan = NULL;
+    step.plan_bytes = 0;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK_INT(bytes, base);
+    EXPECT(snapmla_plan_bytes(&step, &other), SNAPMLA_OK);
+    TU_CHECK_INT(other, plan);
+    size_t before = 0;
+    for (int sms = 1; sms <= 264; sms++) {
+        step.sm_count = sms;
+        EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+        TU_CHECK(bytes >= before, "%d SMs: %llu < %llu", sms, (unsigned long long)bytes,
+                 (unsigned long long)before);
+        before = bytes;
+    }
+
+    /* the fixed policy: one partial result per split of every row, so it grows with max_seq_len and
+       shrinks with split_tokens */
+    step = good_step();
+    step.max_seq_len = 8192;
+    step.split_tokens = 1024;
+    EXPECT(snapmla_decode_workspace(&step, &base), SNAPMLA_OK);
+    step.split_tokens = 512;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK(bytes >= base, "%llu", (unsigned long long)bytes);
+    step.split_tokens = 1024;
+    step.max_seq_len = 16384;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK(bytes >= base, "%llu", (unsigned long long)bytes);
+    const size_t rows = (size_t)step.batch * step.s_q * step.heads;
+    TU_CHECK(bytes >= rows * 16 * 512 * 2, "%llu bytes hold no 16 partial rows each",
+             (unsigned long long)bytes);
+
+    /* zero-sized steps need no memory worth speaking of, and are no error */
+    step = good_step();
+    step.batch = 0;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    EXPECT(snapmla_plan_bytes(&step, &plan), SNAPMLA_OK);
+}
+
+/* Must come last: every code was returned by some call above, but those that only a GPU can give:
+   SNAPMLA_ERROR_DEVICE is provoked in test_wrong_arch.c. */
+static void test_every_code_was_provoked(void **state)
+{
+    (void)state;
+    for (int i = 0; i < kResults; i++) {
+        if (results[i].result == SNAPMLA_ERROR_DEVICE) continue;
+        TU_CHECK(provoked[i], "%s", results[i].name);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_version_and_texts),
+        cmocka_unit_test(test_resolve_fills_defaults),
+        cmocka_unit_test(test_legal_descs),
+        cmocka_unit_test(test_nothing_to_do),
+        cmocka_unit_test(test_null_desc),
+        cmocka_unit_test(test_no_such_device),
+        cmocka_unit_test(test_shape),
+        cmocka_unit_test(test_format),
+        cmocka_unit_test(test_policy),
+        cmocka_unit_test(test_plan_buffer),
+        cmocka_unit_test(test_cache_planes),
+        cmocka_unit_test(test_decode_inputs),
+        cmocka_unit_test(test_decode_outputs),
+        cmocka_unit_test(test_quantize_buffers),
+        cmocka_unit_test(test_key_buffers),
+        cmocka_unit_test(test_merge_buffers),
+        cmocka_unit_test(test_order_of_checks),
+        cmocka_unit_test(test_workspace_bound),
+        cmocka_unit_test(test_sizes_depend_on_documented_fields),
+        cmocka_unit_test(test_every_code_was_provoked),
+    };
+    return cmocka_run_group_tests_name("api", tests, NULL, NULL);
+}
