@@ -98,9 +98,8 @@
            lq  the same sum over the weights as rounded (p8 S' / k_s); out = acc / lq
        A fresh accumulator for every block keeps long contexts right: the running output never sits in
        a tensor core.  On the general path the products run as FP16, exact, with f32 sums.  On the
-       Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes two
-       accumulators of 256 dims each, and a logit whose products all have one sign still comes out
-       about 1e-3 of it too small.
+       Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes four
+       accumulators of 128 dims each, added in f32.
        Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
        (a token whose k_s is tiny beside its neighbours') the exact one is taken.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
@@ -1801,10 +1800,6 @@ SMLA_CONST int smla_kStages = 4;
 SMLA_CONST int smla_kColumn = smla_kBlock * 128;
 SMLA_CONST int smla_kStageBytes = 5 * smla_kColumn; /* 4 of content, 1 of rope */
 SMLA_CONST int smla_kBlockBytes = smla_kStageBytes + smla_kBlock * 4; /* what TMA brings */
-/* registers of a thread of values, softmax and the rest: setmaxnreg */
-SMLA_CONST int smla_kValuesRegs = 192;
-SMLA_CONST int smla_kSoftmaxRegs = 96;
-SMLA_CONST int smla_kLoadRegs = 32;
 SMLA_CONST int smla_kAhead = 2; /* pairs of token scales that softmax reads ahead */
 
 SMLA_CONST float smla_kLog2E4m3Max = 8.807354922057604f; /* log2 448 */
@@ -2041,6 +2036,10 @@ SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been 
 SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
 
 template <int kRows> struct smla_hopper_roles {
+    /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512 */
+    static constexpr int kValuesRegs = kRows == 64 ? 184 : 144;
+    static constexpr int kSoftmaxRegs = kRows == 64 ? 104 : 168;
+    static constexpr int kLoadRegs = kRows == 64 ? 40 : 56;
     static constexpr int kSoftmaxWarps = kRows / 16; /* that have rows */
     static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
     static constexpr int kStatWarps = kSoftmaxWarps + kSumWarps; /* that write stat */
@@ -2355,36 +2354,42 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
     return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
 }
 
-/* Q K^T in two accumulators of half the latent each: the FP8 tensor core keeps 13 fraction bits of a
-   sum, and what it truncates grows with the sum.  Rope, in BF16, must follow FP8 on an accumulator. */
-SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
-                                 float (&y)[32])
+/* Q K^T over 128 of the latent dims, the part-th, into a fresh accumulator; after the last part rope,
+   in BF16, which must follow FP8 on an accumulator. */
+SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[32])
 {
-    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content), 1024, smla_kSwizzle128);
-    const uint64_t q_rope = smla_wgmma_desc(smla_smem_addr(sm.q_rope), 1024, smla_kSwizzle128);
-    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]), 1024, smla_kSwizzle128);
-    smla_pin(x);
-    smla_pin(y);
+    const uint32_t column = part * smla_kColumn;
+    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
+    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
+                                       smla_kSwizzle128);
+    smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int i = 0; i < 16; ++i) {
-        const int step = (i / 4) * (smla_kColumn >> 4) + (i % 4) * 2;
-        if (i < 8) smla_wgmma_m64n64k32_e4m3(x, q + step, k + step, i != 0);
-        else smla_wgmma_m64n64k32_e4m3(y, q + step, k + step, i != 8);
+    for (int i = 0; i < 4; ++i) smla_wgmma_m64n64k32_e4m3(d, q + 2 * i, k + 2 * i, i != 0);
+    if (part == 3) { /* rope lies behind the content, of Q and in the stage alike */
+        const uint64_t behind = smla_kColumn >> 4;
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i)
+            smla_wgmma_m64n64k16_bf16(d, q + behind + 2 * i, k + behind + 2 * i);
     }
-    SMLA_UNROLL
-    for (int i = 0; i < 4; ++i)
-        smla_wgmma_m64n64k16_bf16(y, q_rope + 2 * i, k + (4 * smla_kColumn >> 4) + 2 * i);
     smla_wgmma_commit();
 }
 
-SMLA_DEV void smla_hopper_finish_scores(float (&x)[32], float (&y)[32])
+/* The other half of the scores.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it
+   truncates grows with the sum: four accumulators of 128 dims, added in f32, keep logits exact to
+   about 1e-4 of them. */
+SMLA_DEV void smla_hopper_finish_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
+                                        float (&y)[32])
 {
-    smla_wgmma_wait_all();
-    smla_pin(x);
-    smla_pin(y);
     SMLA_UNROLL
-    for (int i = 0; i < 32; ++i) x[i] += y[i];
+    for (int part = 2; part <= 4; ++part) {
+        smla_wgmma_wait_all();
+        smla_pin(x);
+        smla_pin(y);
+        SMLA_UNROLL
+        for (int i = 0; i < 32; ++i) x[i] += y[i];
+        if (part < 4) smla_hopper_scores(sm, stage, part, y);
+    }
 }
 
 /* Scores to y = logit + log2 k_s. */
@@ -2512,7 +2517,7 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_
     for (int j = 0; j < smla_kAhead; ++j) k[j] = sm.k_s[stage][4 * j + q];
     const float factor[2] = {sm.factor[tile_row], sm.factor[tile_row + 8]};
     const int32_t mask = sm.info[stage].mask;
-    smla_hopper_finish_scores(x, y);
+    smla_hopper_finish_scores(sm, stage, x, y);
     smla_hopper_logits(&sm.k_s[stage][q], k, factor, x);
     if (mask) smla_hopper_mask(sm, stage, t, x);
     float top[2], shift[2], scale[2];
@@ -2553,9 +2558,10 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
             const int stage = ring.stage();
             float x[32], y[32];
             smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-            smla_hopper_scores(sm, stage, x, y);
+            smla_hopper_scores(sm, stage, 0, x);
+            smla_hopper_scores(sm, stage, 1, y);
             if (has_rows) smla_hopper_softmax_block(sm, stage, ring.parity(), t, rows, x, y);
-            else smla_hopper_finish_scores(x, y);
+            else smla_hopper_finish_scores(sm, stage, x, y);
         }
         SMLA_UNROLL
         for (int h = 0; h < 2; ++h) {
@@ -2773,13 +2779,14 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_fence_async();
     __syncthreads();
     if (wg < 2) {
-        smla_setmaxnreg_inc<smla_kValuesRegs>();
+        smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
         smla_hopper_values<kRows>(sm, p, wg);
     } else if (wg == 2) {
-        smla_setmaxnreg_dec<smla_kSoftmaxRegs>();
+        if (kRows == 64) smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
+        else smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
         smla_hopper_softmax<kRows>(sm, p);
     } else {
-        smla_setmaxnreg_dec<smla_kLoadRegs>();
+        smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
         if (warp == 12) smla_hopper_load(sm, p, maps);
         else if (warp == 13) smla_hopper_prepare(sm, p);
         else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps) smla_hopper_sum<kRows>(sm, warp - 14);

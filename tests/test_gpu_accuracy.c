@@ -220,8 +220,9 @@ static void check_sink(int one_split)
     problem_upload(p);
     result r = run(p);
     for (int kind = 0; kind < 4; kind++) {
-        const int general = gpu_path == SNAPMLA_PATH_GENERAL;
-        const bounds limit = {5e-3, 1e-2, 1e-3, general ? 2e-3 : 3e-3, 0};
+        /* FP8 tensor cores lose what is 2^-13 of the sink's one large product: as at q std 4 */
+        const double lse = gpu_path == SNAPMLA_PATH_GENERAL ? 2e-3 : 2e-2;
+        const bounds limit = {5e-3, 1e-2, 1e-3, lse, 0};
         verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 0, kind * kRows, kRows);
         print_message("  sink, %s, tail %s: rms %.2e (<= %.1e), bias %+.1e, lse %.1e\n",
                       kind % 2 ? "2^20 : 1" : "half the mass", kind < 2 ? "flat" : "spread", v.rms,
