@@ -26,7 +26,8 @@ typedef struct fixture {
     size_t excerpt_bytes;
 } fixture;
 
-static int setup(void **state) {
+static int setup(void **state)
+{
     static fixture f;
     char error[ERROR_CHARS] = "";
     if (model_load(&f.model, TINY_MLA_DIR, error) || cpu_backend(&f.backend, &f.model) ||
@@ -38,7 +39,8 @@ static int setup(void **state) {
     return 0;
 }
 
-static int teardown(void **state) {
+static int teardown(void **state)
+{
     fixture *f = (fixture *)*state;
     if (f) {
         f->backend.free(&f->backend);
@@ -51,7 +53,8 @@ static int teardown(void **state) {
 /* ================================================================================================
    The model against CARD.md
    ============================================================================================== */
-static void test_model(void **state) {
+static void test_model(void **state)
+{
     const fixture *f = (const fixture *)*state;
     TU_CHECK_INT(f->model.parameters, 4329728);
     TU_CHECK_INT(f->model.layers, 4);
@@ -59,7 +62,8 @@ static void test_model(void **state) {
     TU_CHECK_NEAR(f->model.softmax_scale, 0.10206207, 1e-8);
 }
 
-static void test_card_log_probabilities(void **state) {
+static void test_card_log_probabilities(void **state)
+{
     const fixture *f = (const fixture *)*state;
     for (int p = 0; p < CARD_PROMPTS; p++) {
         double logp[VOCAB], nll;
@@ -75,7 +79,8 @@ static void test_card_log_probabilities(void **state) {
 }
 
 /* Rounded formats can only be like the card's: a sum in another order moves them. */
-static void test_card_rounded_formats(void **state) {
+static void test_card_rounded_formats(void **state)
+{
     const fixture *f = (const fixture *)*state;
     for (int p = 0; p < CARD_PROMPTS; p++) {
         double logp[VOCAB], nll;
@@ -104,7 +109,8 @@ static const struct {
 };
 static const int rope_dims[4] = {0, 1, 32, 33};
 
-static void test_card_layer0(void **state) {
+static void test_card_layer0(void **state)
+{
     const fixture *f = (const fixture *)*state;
     session *s = f->backend.open(&f->backend, CACHE_FP32, NULL, 1, 100);
     session *q = f->backend.open(&f->backend, CACHE_SNAP, NULL, 1, 100);
@@ -142,7 +148,8 @@ static void test_card_layer0(void **state) {
 }
 
 /* 1326.5894 nats for the first 1024 bytes: 16 pages of one request. */
-static void test_card_window(void **state) {
+static void test_card_window(void **state)
+{
     const fixture *f = (const fixture *)*state;
     double bits;
     TU_CHECK_INT(score(&f->backend, CACHE_FP32, NULL, NULL, (const uint8_t *)f->excerpt, 1024, 1024,
@@ -151,7 +158,8 @@ static void test_card_window(void **state) {
     TU_CHECK_NEAR(bits * 1024 * log(2), 1326.5894, 2e-3);
 }
 
-static void test_card_greedy(void **state) {
+static void test_card_greedy(void **state)
+{
     const fixture *f = (const fixture *)*state;
     static const char *const continued[] = {"ll the people who are all the people who are ",
                                             " a new section of the community and the community "};
@@ -169,7 +177,8 @@ static void test_card_greedy(void **state) {
 /* ================================================================================================
    Formats, batches, windows
    ============================================================================================== */
-static void test_formats(void **state) {
+static void test_formats(void **state)
+{
     const fixture *f = (const fixture *)*state;
     const uint8_t *text = (const uint8_t *)f->excerpt;
     double bits[CACHE_FORMATS];
@@ -195,7 +204,8 @@ static void test_formats(void **state) {
 }
 
 /* A window's result does not depend on the windows that are scored beside it, nor on threads. */
-static void test_batches_and_threads(void **state) {
+static void test_batches_and_threads(void **state)
+{
     const fixture *f = (const fixture *)*state;
     const uint8_t *text = (const uint8_t *)f->excerpt;
     static const cache_format tried[] = {CACHE_BF16, CACHE_SNAP};
@@ -214,7 +224,8 @@ static void test_batches_and_threads(void **state) {
     }
 }
 
-static void test_full_context_ends(void **state) {
+static void test_full_context_ends(void **state)
+{
     const fixture *f = (const fixture *)*state;
     session *s = f->backend.open(&f->backend, CACHE_SNAP, NULL, 1, 2);
     const uint8_t token = 'a';
@@ -226,7 +237,8 @@ static void test_full_context_ends(void **state) {
     f->backend.close(s);
 }
 
-static void test_block_table(void **state) {
+static void test_block_table(void **state)
+{
     int32_t table[60];
     int seen[60] = {0}, moved = 0;
     (void)state;
@@ -242,7 +254,8 @@ static void test_block_table(void **state) {
 /* ================================================================================================
    Sampling
    ============================================================================================== */
-static void test_sampling(void **state) {
+static void test_sampling(void **state)
+{
     float logits[VOCAB];
     double logp[VOCAB], sum = 0;
     int best[VOCAB], count[VOCAB] = {0};
@@ -273,7 +286,8 @@ static void test_sampling(void **state) {
     TU_CHECK_INT(log_softmax(logits, logp), -1);
 }
 
-static void test_sampling_is_repeatable(void **state) {
+static void test_sampling_is_repeatable(void **state)
+{
     const fixture *f = (const fixture *)*state;
     uint8_t text[3][24];
     for (int i = 0; i < 3; i++) {
@@ -290,25 +304,29 @@ static void test_sampling_is_repeatable(void **state) {
    ============================================================================================== */
 static char folder[64];
 
-static void write_file(const char *path, const void *bytes, size_t n) {
+static void write_file(const char *path, const void *bytes, size_t n)
+{
     FILE *file = fopen(path, "wb");
     TU_CHECK(file != NULL && fwrite(bytes, 1, n, file) == n, "cannot write %s", path);
     fclose(file);
 }
 
-static void check_message(const char *error, const char *path, const char *field) {
+static void check_message(const char *error, const char *path, const char *field)
+{
     TU_CHECK(strstr(error, path) == error, "\"%s\" does not begin with %s", error, path);
     TU_CHECK(strstr(error, field) != NULL, "\"%s\" does not name %s", error, field);
     TU_CHECK(!strchr(error, '\n'), "\"%s\" is more than a line", error);
 }
 
-static int make_folder(void **state) {
+static int make_folder(void **state)
+{
     (void)state;
     snprintf(folder, sizeof folder, "/tmp/test_tiny_mla.XXXXXX");
     return mkdtemp(folder) ? 0 : -1;
 }
 
-static int remove_folder(void **state) {
+static int remove_folder(void **state)
+{
     static const char *const names[] = {"config.json", "model.safetensors"};
     char path[128];
     (void)state;
@@ -365,7 +383,8 @@ static const struct {
      "b: data_offsets"},
 };
 
-static void test_broken_headers(void **state) {
+static void test_broken_headers(void **state)
+{
     char path[128], bytes[1024], error[ERROR_CHARS];
     (void)state;
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
@@ -385,7 +404,8 @@ static void test_broken_headers(void **state) {
 }
 
 /* The same header without a mistake is accepted: the list above fails for its mistakes. */
-static void test_small_header(void **state) {
+static void test_small_header(void **state)
+{
     static const char header[] =
         "{\"b\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]} , "
         "\"a\":{\"dtype\":\"BF16\",\"shape\":[1,2],\"data_offsets\":[0,4]}}";
@@ -417,7 +437,8 @@ static void test_small_header(void **state) {
 
 /* Load the folder with one file replaced by a copy in which `from` (once, same length or shorter
    text) became `to`. */
-static void check_replaced(const char *name, const char *from, const char *to, const char *field) {
+static void check_replaced(const char *name, const char *from, const char *to, const char *field)
+{
     static const char *const names[] = {"config.json", "model.safetensors"};
     char path[128], original[256], error[ERROR_CHARS] = "";
     model m;
@@ -444,7 +465,8 @@ static void check_replaced(const char *name, const char *from, const char *to, c
     check_message(error, path, field);
 }
 
-static void test_broken_config(void **state) {
+static void test_broken_config(void **state)
+{
     static const struct {
         const char *from, *to, *field;
     } cases[] = {
@@ -475,7 +497,8 @@ static void test_broken_config(void **state) {
         check_replaced("config.json", cases[i].from, cases[i].to, cases[i].field);
 }
 
-static void test_broken_model(void **state) {
+static void test_broken_model(void **state)
+{
     (void)state;
     /* widths that config.json and the tensors do not agree on are the tensors' fault by name */
     check_replaced("model.safetensors", "model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_prox",
@@ -488,7 +511,8 @@ static void test_broken_model(void **state) {
                    "\"data_offsets\":[0,131070]", "model.embed_tokens.weight: data_offsets");
 }
 
-static void test_truncated_model(void **state) {
+static void test_truncated_model(void **state)
+{
     static const size_t lengths[] = {0, 1, 7, 8, 9, 100, 4599, 4600, 4601, 1000000, 8664055};
     char path[128], error[ERROR_CHARS];
     size_t size;
@@ -508,7 +532,8 @@ static void test_truncated_model(void **state) {
 }
 
 /* Wrong options end the program with 1 before it does anything. */
-static void test_options(void **state) {
+static void test_options(void **state)
+{
     static const char *const wrong[][2] = {
         {"--tokens", "many"}, {"--tokens", "-1"}, {"--temp", "nan"}, {"--top-k", "0"},
         {"--bytes", "1e99"},  {"--context", "1"}, {"--seed", ""},    {"--model", NULL},
@@ -522,7 +547,8 @@ static void test_options(void **state) {
     }
 }
 
-int main(void) {
+int main(void)
+{
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_model),
         cmocka_unit_test(test_card_log_probabilities),

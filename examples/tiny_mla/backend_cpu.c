@@ -65,21 +65,24 @@ struct session {
     int block_count, out_of_memory;
 };
 
-static void *take(session *s, size_t count, size_t item) {
+static void *take(session *s, size_t count, size_t item)
+{
     void *p = calloc(count ? count : 1, item);
     if (!p) s->out_of_memory = 1;
     s->blocks[s->block_count++] = p;
     return p;
 }
 
-static void cpu_close(session *s) {
+static void cpu_close(session *s)
+{
     if (!s) return;
     for (int i = 0; i < s->block_count; i++) free(s->blocks[i]);
     free(s);
 }
 
 static session *cpu_open(const backend *b, cache_format format, const calibration *c, int requests,
-                         int context) {
+                         int context)
+{
     static const size_t item[CACHE_FORMATS] = {4, 2, 0, 1};
     const cpu_weights *weights = (const cpu_weights *)b->state;
     const model *m = weights->model;
@@ -152,7 +155,8 @@ static session *cpu_open(const backend *b, cache_format format, const calibratio
 /* y[b][o] (+)= sum_i x[b][i] * w[i][o].  Eight inputs at a time: their rows of w stay in the first
    cache while all of the batch uses them.  `in` is a multiple of 8. */
 static void linear(float *y, int y_row, const float *x, int x_row, const float *w, int w_row,
-                   int batch, int in, int out, int add) {
+                   int batch, int in, int out, int add)
+{
     for (int b = 0; b < batch && !add; b++)
         memset(y + (ptrdiff_t)b * y_row, 0, (size_t)out * sizeof(float));
     for (int i = 0; i < in; i += 8) {
@@ -172,7 +176,8 @@ static void linear(float *y, int y_row, const float *x, int x_row, const float *
 }
 
 /* Sixteen partial sums, so that the loop is a vector loop.  n is a multiple of 16. */
-static float dot(const float *a, const float *b, int n) {
+static float dot(const float *a, const float *b, int n)
+{
     float part[16] = {0}, sum = 0;
     for (int i = 0; i < n; i += 16)
         for (int j = 0; j < 16; j++) part[j] += a[i + j] * b[i + j];
@@ -180,7 +185,8 @@ static float dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-static void rmsnorm(float *y, const float *x, const float *gain, int n, double eps) {
+static void rmsnorm(float *y, const float *x, const float *gain, int n, double eps)
+{
     double squares = 0;
     float scale;
     for (int i = 0; i < n; i++) squares += (double)x[i] * x[i];
@@ -190,7 +196,8 @@ static void rmsnorm(float *y, const float *x, const float *gain, int n, double e
 
 /* Rotate the pairs (2i, 2i + 1) of x.  The first results of all pairs come first in y, then the
    second ones; any order works as long as queries and keys agree. */
-static void rotate(float *y, const float *x, const model *m, int position) {
+static void rotate(float *y, const float *x, const model *m, int position)
+{
     const float *c = m->rope_cos + (size_t)position * (ROPE / 2);
     const float *s = m->rope_sin + (size_t)position * (ROPE / 2);
     for (int i = 0; i < ROPE / 2; i++) {
@@ -202,18 +209,21 @@ static void rotate(float *y, const float *x, const model *m, int position) {
 /* ---------------------------------------------------------------------------------------------
    Attention over a cache of plain rows: fp32, bf16, naive */
 
-static float bf16_value(uint16_t bits) {
+static float bf16_value(uint16_t bits)
+{
     uint32_t word = (uint32_t)bits << 16;
     float x;
     memcpy(&x, &word, sizeof x);
     return x;
 }
 
-static float e4m3_round(float x) {
+static float e4m3_round(float x)
+{
     return snapmla_ref_e4m3_to_float(snapmla_ref_e4m3_from_float(x));
 }
 
-static void store_keys(session *s, int layer) {
+static void store_keys(session *s, int layer)
+{
     for (int b = 0; b < s->requests; b++) {
         const float *key = s->key + b * ROW;
         size_t first = (size_t)s->slots[b] * ROW;
@@ -229,7 +239,8 @@ static void store_keys(session *s, int layer) {
 }
 
 /* The first `width` numbers of the first n tokens of a page, as floats in s->page. */
-static void load_page(session *s, int layer, int page, int n, int width) {
+static void load_page(session *s, int layer, int page, int n, int width)
+{
     const float scale = s->scales.key_absmax[layer];
     for (int t = 0; t < n; t++) {
         size_t first = ((size_t)page * PAGE + (size_t)t) * ROW;
@@ -248,7 +259,8 @@ static void load_page(session *s, int layer, int page, int n, int width) {
 
 /* Softmax of n scores up to its denominator, which is returned.  Each weight is rounded as the
    format's second product takes it; the sum is of the exact ones. */
-static float soften(float *scores, int n, cache_format format) {
+static float soften(float *scores, int n, cache_format format)
+{
     float top = scores[0], sum = 0;
     for (int t = 1; t < n; t++) top = scores[t] > top ? scores[t] : top;
     for (int t = 0; t < n; t++) {
@@ -263,7 +275,8 @@ static float soften(float *scores, int n, cache_format format) {
     return sum;
 }
 
-static void attend_rows(session *s, int layer) {
+static void attend_rows(session *s, int layer)
+{
     const model *m = s->weights->model;
     const int heads = m->heads, n = s->length, padded = s->padded_context;
 
@@ -309,7 +322,8 @@ static void attend_rows(session *s, int layer) {
 /* ---------------------------------------------------------------------------------------------
    Attention over the SnapMLA cache */
 
-static int attend_snap(session *s, int layer) {
+static int attend_snap(session *s, int layer)
+{
     const model *m = s->weights->model;
     snapmla_ref_append_desc append;
     snapmla_ref_decode_desc decode;
@@ -342,18 +356,21 @@ static int attend_snap(session *s, int layer) {
 /* ---------------------------------------------------------------------------------------------
    A step */
 
-static void to_bf16(uint16_t *bits, float *x, size_t n) {
+static void to_bf16(uint16_t *bits, float *x, size_t n)
+{
     for (size_t i = 0; i < n; i++) {
         bits[i] = snapmla_ref_bf16_from_float(x[i]);
         x[i] = bf16_value(bits[i]);
     }
 }
 
-static void note_absmax(float *absmax, const float *x, int n) {
+static void note_absmax(float *absmax, const float *x, int n)
+{
     for (int i = 0; i < n; i++) *absmax = fabsf(x[i]) > *absmax ? fabsf(x[i]) : *absmax;
 }
 
-static int attention(session *s, int index) {
+static int attention(session *s, int index)
+{
     const model *m = s->weights->model;
     const layer_weights *l = &m->layer[index];
     const cpu_layer *w = &s->weights->layer[index];
@@ -403,7 +420,8 @@ static int attention(session *s, int index) {
     return 0;
 }
 
-static void feed_forward(session *s, int index) {
+static void feed_forward(session *s, int index)
+{
     const model *m = s->weights->model;
     const cpu_layer *w = &s->weights->layer[index];
     const int n = s->requests, hidden = m->hidden, mlp = m->mlp;
@@ -417,7 +435,8 @@ static void feed_forward(session *s, int index) {
     linear(s->x, hidden, s->gate, mlp, w->down_proj, hidden, n, mlp, hidden, 1);
 }
 
-static int cpu_step(session *s, const uint8_t *tokens, float *logits) {
+static int cpu_step(session *s, const uint8_t *tokens, float *logits)
+{
     const model *m = s->weights->model;
     const int n = s->requests, hidden = m->hidden;
     const int position = s->length;
@@ -441,7 +460,8 @@ static int cpu_step(session *s, const uint8_t *tokens, float *logits) {
     return 0;
 }
 
-static int cpu_calibrate(session *s, calibration *c) {
+static int cpu_calibrate(session *s, calibration *c)
+{
     *c = s->seen;
     return 0;
 }
@@ -449,7 +469,8 @@ static int cpu_calibrate(session *s, calibration *c) {
 /* ---------------------------------------------------------------------------------------------
    The backend */
 
-static float *transposed(const float *w, int out, int in, int *out_of_memory) {
+static float *transposed(const float *w, int out, int in, int *out_of_memory)
+{
     float *t = (float *)malloc((size_t)in * (size_t)out * sizeof(float));
     *out_of_memory |= !t;
     for (int o = 0; o < out && t; o++)
@@ -458,7 +479,8 @@ static float *transposed(const float *w, int out, int in, int *out_of_memory) {
     return t;
 }
 
-static void cpu_free(backend *b) {
+static void cpu_free(backend *b)
+{
     cpu_weights *w = (cpu_weights *)b->state;
     for (int i = 0; w && i < MAX_LAYERS; i++) {
         cpu_layer *l = &w->layer[i];
@@ -471,7 +493,8 @@ static void cpu_free(backend *b) {
     memset(b, 0, sizeof *b);
 }
 
-int cpu_backend(backend *b, const model *m) {
+int cpu_backend(backend *b, const model *m)
+{
     cpu_weights *w = (cpu_weights *)calloc(1, sizeof *w);
     int failed = 0;
 

@@ -19,15 +19,14 @@
    Kernels: projections, norms, rope.  Arrays are [requests, ...]; y_row and x_row are the distances
    from request to request, in elements. */
 
-static int blocks_for(int64_t n, int threads) {
-    return (int)((n + threads - 1) / threads);
-}
+static int blocks_for(int64_t n, int threads) { return (int)((n + threads - 1) / threads); }
 
 /* x[b] = embedding[tokens[b]]; also where request b's new key goes, and how many keys it has. */
 static __global__ void begin_kernel(float *x, int32_t *seq_lens, int64_t *slots,
                                     const float *embedding, const uint8_t *tokens,
                                     const int32_t *block_table, int table_width, int hidden,
-                                    int position) {
+                                    int position)
+{
     int b = blockIdx.x;
     for (int i = threadIdx.x; i < hidden; i += blockDim.x)
         x[b * hidden + i] = embedding[tokens[b] * hidden + i];
@@ -39,7 +38,8 @@ static __global__ void begin_kernel(float *x, int32_t *seq_lens, int64_t *slots,
 }
 
 static __global__ void rmsnorm_kernel(float *y, int y_row, const float *x, int x_row,
-                                      const float *gain, int n, float eps) {
+                                      const float *gain, int n, float eps)
+{
     __shared__ float part[256];
     float sum = 0, scale;
     x += (int64_t)blockIdx.x * x_row;
@@ -59,7 +59,8 @@ static __global__ void rmsnorm_kernel(float *y, int y_row, const float *x, int x
    A block makes 32 outputs for 32 requests of one group, from tiles of 32 inputs. */
 static __global__ void linear_kernel(float *y, int y_row, int y_group, const float *x, int x_row,
                                      int x_group, const float *w, int requests, int in, int out,
-                                     int add) {
+                                     int add)
+{
     __shared__ float xs[32][33], ws[32][33];
     const int o0 = blockIdx.x * 32, b0 = blockIdx.y * 32, g = blockIdx.z;
     float sum[4] = {0, 0, 0, 0};
@@ -89,7 +90,8 @@ static __global__ void linear_kernel(float *y, int y_row, int y_group, const flo
 
 /* Rotate the pairs (2i, 2i + 1) of each group's ROPE numbers; first results of all pairs first. */
 static __global__ void rope_kernel(float *y, int y_row, int y_group, const float *x, int x_row,
-                                   int x_group, const float *cosines, const float *sines) {
+                                   int x_group, const float *cosines, const float *sines)
+{
     int i = threadIdx.x, g = blockIdx.y;
     float a, b;
     x += (int64_t)blockIdx.x * x_row + (int64_t)g * x_group;
@@ -100,13 +102,15 @@ static __global__ void rope_kernel(float *y, int y_row, int y_group, const float
     y[ROPE / 2 + i] = b * cosines[i] + a * sines[i];
 }
 
-static __global__ void silu_kernel(float *gate, const float *up, int64_t n) {
+static __global__ void silu_kernel(float *gate, const float *up, int64_t n)
+{
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
 }
 
 /* bits = bf16(x), and x becomes what the bits say. */
-static __global__ void to_bf16_kernel(__nv_bfloat16 *bits, float *x, int64_t n) {
+static __global__ void to_bf16_kernel(__nv_bfloat16 *bits, float *x, int64_t n)
+{
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) {
         bits[i] = __float2bfloat16_rn(x[i]);
@@ -114,13 +118,15 @@ static __global__ void to_bf16_kernel(__nv_bfloat16 *bits, float *x, int64_t n) 
     }
 }
 
-static __global__ void from_bf16_kernel(float *x, const __nv_bfloat16 *bits, int64_t n) {
+static __global__ void from_bf16_kernel(float *x, const __nv_bfloat16 *bits, int64_t n)
+{
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) x[i] = __bfloat162float(bits[i]);
 }
 
 /* *absmax = largest magnitude so far.  Floats that are not negative are ordered like their bits. */
-static __global__ void absmax_kernel(float *absmax, const float *x, int n) {
+static __global__ void absmax_kernel(float *absmax, const float *x, int n)
+{
     for (int i = threadIdx.x; i < n; i += blockDim.x)
         atomicMax((int *)absmax, __float_as_int(fabsf(x[i])));
 }
@@ -129,19 +135,21 @@ static __global__ void absmax_kernel(float *absmax, const float *x, int n) {
    Kernels: attention over a cache of plain rows (fp32, bf16, naive), in three passes.  `scale` is
    the naive format's; the others ignore it. */
 
-static __device__ float e4m3_round(float x) {
+static __device__ float e4m3_round(float x)
+{
     return (float)__nv_fp8_e4m3(x); /* to nearest even, saturating */
 }
 
-static __device__ float load_number(const void *rows, int64_t at, cache_format format,
-                                    float scale) {
+static __device__ float load_number(const void *rows, int64_t at, cache_format format, float scale)
+{
     if (format == CACHE_FP32) return ((const float *)rows)[at];
     if (format == CACHE_BF16) return __bfloat162float(((const __nv_bfloat16 *)rows)[at]);
     return (float)((const __nv_fp8_e4m3 *)rows)[at] * scale;
 }
 
 static __global__ void store_keys_kernel(void *rows, const float *keys, const int64_t *slots,
-                                         cache_format format, float scale) {
+                                         cache_format format, float scale)
+{
     const float *key = keys + (int64_t)blockIdx.x * ROW;
     const int64_t first = slots[blockIdx.x] * ROW;
     for (int d = threadIdx.x; d < ROW; d += blockDim.x)
@@ -154,7 +162,8 @@ static __global__ void store_keys_kernel(void *rows, const float *keys, const in
 }
 
 /* The naive format rounds queries too, with one scale for the layer. */
-static __global__ void naive_query_kernel(float *query, int64_t n, float scale) {
+static __global__ void naive_query_kernel(float *query, int64_t n, float scale)
+{
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) query[i] = e4m3_round(query[i] / scale) * scale;
 }
@@ -163,7 +172,8 @@ static __global__ void naive_query_kernel(float *query, int64_t n, float scale) 
 static __global__ void scores_kernel(float *scores, int scores_row, const float *query, int heads,
                                      float softmax_scale, const void *rows,
                                      const int32_t *block_table, int table_width, int n,
-                                     cache_format format, float scale) {
+                                     cache_format format, float scale)
+{
     __shared__ float k[PAGE][65], q[8][64];
     const int b = blockIdx.y, h = blockIdx.z * 8 + threadIdx.y, t0 = blockIdx.x * PAGE;
     const int64_t page = block_table[b * table_width + blockIdx.x];
@@ -188,7 +198,8 @@ static __global__ void scores_kernel(float *scores, int scores_row, const float 
 /* Scores become weights, rounded as the format's second product takes them; the denominator is the
    sum of the exact ones.  A block does one head of one request. */
 static __global__ void soften_kernel(float *scores, int scores_row, float *denominators, int n,
-                                     cache_format format) {
+                                     cache_format format)
+{
     __shared__ float part[256];
     float top = -INFINITY, sum = 0;
 
@@ -224,7 +235,8 @@ static __global__ void soften_kernel(float *scores, int scores_row, float *denom
 static __global__ void values_kernel(float *attended, const float *weights, int weights_row,
                                      const float *denominators, int heads, const void *rows,
                                      const int32_t *block_table, int table_width, int n,
-                                     cache_format format, float scale) {
+                                     cache_format format, float scale)
+{
     const int b = blockIdx.y, h = blockIdx.z * 8 + threadIdx.y, d = blockIdx.x * 64 + threadIdx.x;
     const int64_t row = (int64_t)b * heads + h;
     const float *w = weights + row * weights_row;
@@ -253,7 +265,8 @@ typedef struct arena {
     int count, failed;
 } arena;
 
-static void *take(arena *a, int64_t bytes) {
+static void *take(arena *a, int64_t bytes)
+{
     void *p = NULL;
     if (cudaMalloc(&p, bytes > 0 ? (size_t)bytes : 1) != cudaSuccess) {
         a->failed = 1;
@@ -263,11 +276,13 @@ static void *take(arena *a, int64_t bytes) {
     return p;
 }
 
-static float *take_floats(arena *a, int64_t n) {
+static float *take_floats(arena *a, int64_t n)
+{
     return (float *)take(a, n * (int64_t)sizeof(float));
 }
 
-static float *upload(arena *a, const float *from, int64_t n) {
+static float *upload(arena *a, const float *from, int64_t n)
+{
     float *to = take_floats(a, n);
     if (to &&
         cudaMemcpy(to, from, (size_t)n * sizeof(float), cudaMemcpyHostToDevice) != cudaSuccess)
@@ -275,7 +290,8 @@ static float *upload(arena *a, const float *from, int64_t n) {
     return to;
 }
 
-static void release(arena *a) {
+static void release(arena *a)
+{
     for (int i = 0; i < a->count; i++) cudaFree(a->blocks[i]);
     a->count = 0;
 }
@@ -317,19 +333,22 @@ struct session {
     arena memory;
 };
 
-static void gpu_close(session *s) {
+static void gpu_close(session *s)
+{
     if (!s) return;
     release(&s->memory);
     free(s);
 }
 
-static int complain(const char *what, const char *why) {
+static int complain(const char *what, const char *why)
+{
     fprintf(stderr, "tiny_mla: %s: %s\n", what, why);
     return -1;
 }
 
 /* The sizes of the plan and of the workspace depend on the step's shape only. */
-static snapmla_result prepare_step(session *s) {
+static snapmla_result prepare_step(session *s)
+{
     snapmla_step *step = &s->step;
     snapmla_result result;
 
@@ -348,7 +367,8 @@ static snapmla_result prepare_step(session *s) {
 }
 
 static session *gpu_open(const backend *b, cache_format format, const calibration *c, int requests,
-                         int context) {
+                         int context)
+{
     static const int item[CACHE_FORMATS] = {4, 2, 0, 1};
     const gpu_model *gpu = (const gpu_model *)b->state;
     const model *m = gpu->host;
@@ -430,30 +450,34 @@ static session *gpu_open(const backend *b, cache_format format, const calibratio
    A step */
 
 /* A matrix for all of a request's row. */
-static void linear(float *y, const float *x, const float *w, int requests, int in, int out,
-                   int add) {
+static void linear(float *y, const float *x, const float *w, int requests, int in, int out, int add)
+{
     dim3 grid(blocks_for(out, 32), blocks_for(requests, 32), 1), block(32, 8);
     linear_kernel<<<grid, block>>>(y, out, 0, x, in, 0, w, requests, in, out, add);
 }
 
 /* A matrix per head; head h of a request begins h * x_head behind the request's x. */
 static void linear_heads(float *y, int y_head, const float *x, int x_head, const float *w,
-                         int requests, int heads, int in, int out) {
+                         int requests, int heads, int in, int out)
+{
     dim3 grid(blocks_for(out, 32), blocks_for(requests, 32), heads), block(32, 8);
     linear_kernel<<<grid, block>>>(y, heads * y_head, y_head, x, heads * x_head, x_head, w,
                                    requests, in, out, 0);
 }
 
 static void rmsnorm(float *y, int y_row, const float *x, int x_row, const float *gain, int requests,
-                    int n, double eps) {
+                    int n, double eps)
+{
     rmsnorm_kernel<<<requests, 256>>>(y, y_row, x, x_row, gain, n, (float)eps);
 }
 
-static void to_bf16(__nv_bfloat16 *bits, float *x, int64_t n) {
+static void to_bf16(__nv_bfloat16 *bits, float *x, int64_t n)
+{
     to_bf16_kernel<<<blocks_for(n, 256), 256>>>(bits, x, n);
 }
 
-static void attend_rows(session *s, int index) {
+static void attend_rows(session *s, int index)
+{
     const int heads = s->host->heads, n = s->length, requests = s->requests;
     const float scale = s->scales.key_absmax[index];
     const int64_t queries = (int64_t)requests * heads * ROW;
@@ -475,7 +499,8 @@ static void attend_rows(session *s, int index) {
 }
 
 /* The SnapMLA way: quantise and write the new keys, then attend to all of them. */
-static int attend_snap(session *s, int index) {
+static int attend_snap(session *s, int index)
+{
     const int64_t outputs = (int64_t)s->requests * s->host->heads * LATENT;
     snapmla_append_desc append = {};
     snapmla_decode_desc decode = {};
@@ -503,7 +528,8 @@ static int attend_snap(session *s, int index) {
     return 0;
 }
 
-static int attention(session *s, int index) {
+static int attention(session *s, int index)
+{
     const model *m = s->host;
     const layer_weights *w = &s->device->layer[index];
     const int n = s->requests, heads = m->heads, q_head = m->nope + ROPE;
@@ -543,7 +569,8 @@ static int attention(session *s, int index) {
     return 0;
 }
 
-static void feed_forward(session *s, int index) {
+static void feed_forward(session *s, int index)
+{
     const model *m = s->host;
     const layer_weights *w = &s->device->layer[index];
     const int n = s->requests;
@@ -556,7 +583,8 @@ static void feed_forward(session *s, int index) {
     linear(s->x, s->gate, w->down_proj, n, m->mlp, m->hidden, 1);
 }
 
-static int gpu_step(session *s, const uint8_t *tokens, float *logits) {
+static int gpu_step(session *s, const uint8_t *tokens, float *logits)
+{
     const model *m = s->host;
     const int n = s->requests;
     cudaError_t error;
@@ -585,7 +613,8 @@ static int gpu_step(session *s, const uint8_t *tokens, float *logits) {
     return error == cudaSuccess ? 0 : complain("CUDA", cudaGetErrorString(error));
 }
 
-static int gpu_calibrate(session *s, calibration *c) {
+static int gpu_calibrate(session *s, calibration *c)
+{
     float seen[2 * MAX_LAYERS];
     if (cudaMemcpy(seen, s->seen, 2 * (size_t)s->host->layers * sizeof(float),
                    cudaMemcpyDeviceToHost) != cudaSuccess)
@@ -600,7 +629,8 @@ static int gpu_calibrate(session *s, calibration *c) {
 /* ---------------------------------------------------------------------------------------------
    The backend */
 
-static void gpu_free(backend *b) {
+static void gpu_free(backend *b)
+{
     gpu_model *gpu = (gpu_model *)b->state;
     if (gpu) release(&gpu->memory);
     free(gpu);
@@ -608,7 +638,8 @@ static void gpu_free(backend *b) {
 }
 
 /* [heads, nope, LATENT] to [heads, LATENT, nope]: linear_kernel() wants [out, in]. */
-static float *upload_w_uk(arena *a, const float *w_uk, const model *m) {
+static float *upload_w_uk(arena *a, const float *w_uk, const model *m)
+{
     const int64_t n = (int64_t)m->heads * m->nope * LATENT;
     float *turned = (float *)malloc((size_t)n * sizeof(float)), *device = NULL;
     for (int64_t i = 0; i < n && turned; i++) {
@@ -623,7 +654,8 @@ static float *upload_w_uk(arena *a, const float *w_uk, const model *m) {
     return device;
 }
 
-const char *gpu_backend(backend *b, const model *m) {
+const char *gpu_backend(backend *b, const model *m)
+{
     gpu_model *gpu;
     arena *a;
     cudaDeviceProp properties;

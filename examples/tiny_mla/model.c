@@ -9,7 +9,8 @@
 
 #include "safetensors.h"
 
-char *read_file(const char *path, size_t *size, char *error) {
+char *read_file(const char *path, size_t *size, char *error)
+{
     size_t capacity = 1 << 16, used = 0, got;
     char *bytes = NULL, *more;
     FILE *file = fopen(path, "rb");
@@ -53,12 +54,14 @@ typedef struct config_reader {
     int failed; /* the first failure is the one that is reported */
 } config_reader;
 
-static void config_fail(config_reader *c, const char *field, const char *what) {
+static void config_fail(config_reader *c, const char *field, const char *what)
+{
     if (!c->failed) refuse(c->error, "%s: %s: %s", c->path, field, what);
     c->failed = 1;
 }
 
-static int config_whole(config_reader *c, const char *field, int low, int high, int multiple) {
+static int config_whole(config_reader *c, const char *field, int low, int high, int multiple)
+{
     json v;
     uint64_t n = 0;
     char what[96];
@@ -75,7 +78,8 @@ static int config_whole(config_reader *c, const char *field, int low, int high, 
     return (int)n;
 }
 
-static double config_number(config_reader *c, const char *field, double low, double high) {
+static double config_number(config_reader *c, const char *field, double low, double high)
+{
     json v;
     double x = 0;
     if (json_find(c->root, field, &v) != 1 || json_number(v, &x) || !(x >= low && x <= high)) {
@@ -87,7 +91,8 @@ static double config_number(config_reader *c, const char *field, double low, dou
 
 /* The field must have this text; where it may be absent, that means the same. */
 static void config_fixed(config_reader *c, json object, const char *field, const char *text,
-                         int may_be_absent) {
+                         int may_be_absent)
+{
     char what[96];
     json v;
     int found = json_find(object, field, &v);
@@ -96,7 +101,8 @@ static void config_fixed(config_reader *c, json object, const char *field, const
     config_fail(c, field, what);
 }
 
-static int config_load(model *m, const char *path, char *error) {
+static int config_load(model *m, const char *path, char *error)
+{
     config_reader c = {path, {NULL, NULL}, error, 0};
     json rope;
     size_t size;
@@ -138,7 +144,8 @@ static int config_load(model *m, const char *path, char *error) {
 
 /* Tensor `name` of layer `index`, or of the model when index is negative. */
 static int weight(model *m, const safetensors *st, int index, const char *name, int rows,
-                  int columns, float **out, char *error) {
+                  int columns, float **out, char *error)
+{
     char full[128];
     if (index < 0)
         snprintf(full, sizeof full, "model.%s.weight", name);
@@ -148,7 +155,8 @@ static int weight(model *m, const safetensors *st, int index, const char *name, 
     return safetensors_load(st, full, rows, columns, out, error);
 }
 
-static int weights_load(model *m, const safetensors *st, char *error) {
+static int weights_load(model *m, const safetensors *st, char *error)
+{
     const int hidden = m->hidden, heads = m->heads;
     if (weight(m, st, -1, "embed_tokens", VOCAB, hidden, &m->embedding, error) ||
         weight(m, st, -1, "norm", 0, hidden, &m->final_norm, error))
@@ -189,7 +197,8 @@ static int weights_load(model *m, const safetensors *st, char *error) {
 }
 
 /* cos and sin of position / theta^(2i / ROPE). */
-static int rope_tables(model *m, char *error) {
+static int rope_tables(model *m, char *error)
+{
     size_t n = (size_t)m->max_context * (ROPE / 2);
     m->rope_cos = (float *)malloc(n * sizeof(float));
     m->rope_sin = (float *)malloc(n * sizeof(float));
@@ -204,7 +213,8 @@ static int rope_tables(model *m, char *error) {
     return 0;
 }
 
-int model_load(model *m, const char *dir, char *error) {
+int model_load(model *m, const char *dir, char *error)
+{
     char path[1024];
     safetensors st;
     int failed;
@@ -222,7 +232,8 @@ int model_load(model *m, const char *dir, char *error) {
     return failed ? -1 : 0;
 }
 
-void model_free(model *m) {
+void model_free(model *m)
+{
     for (int i = 0; i < m->layers; i++) {
         layer_weights *l = &m->layer[i];
         float *all[] = {l->attention_norm, l->q_proj,  l->kv_a_proj, l->latent_norm,
@@ -240,7 +251,8 @@ void model_free(model *m) {
 /* ---------------------------------------------------------------------------------------------
    Pages */
 
-void shuffled_block_table(int32_t *table, int requests, int width) {
+void shuffled_block_table(int32_t *table, int requests, int width)
+{
     uint64_t state = 1;
     for (int i = 0; i < requests * width; i++) { /* Fisher-Yates, from the inside out */
         int j;

@@ -17,7 +17,8 @@
 
 #include "tiny_mla.h"
 
-static int refuse(char *error, const char *format, ...) {
+static int refuse(char *error, const char *format, ...)
+{
     va_list args;
     va_start(args, format);
     vsnprintf(error, ERROR_CHARS, format, args);
@@ -37,13 +38,15 @@ typedef struct json {
 
 enum { JSON_MAX_DEPTH = 16 };
 
-static const char *json_space(const char *p, const char *end) {
+static const char *json_space(const char *p, const char *end)
+{
     while (p < end && (*p == ' ' || *p == '\t' || *p == '\n' || *p == '\r')) p++;
     return p;
 }
 
 /* Each json_skip_* returns the place behind what it read, or NULL when the syntax is wrong. */
-static const char *json_skip_string(const char *p, const char *end) {
+static const char *json_skip_string(const char *p, const char *end)
+{
     if (p == end || *p++ != '"') return NULL;
     while (p < end && *p != '"') {
         if ((unsigned char)*p < 0x20) return NULL;
@@ -57,13 +60,15 @@ static const char *json_skip_string(const char *p, const char *end) {
     return p < end ? p + 1 : NULL;
 }
 
-static const char *json_skip_digits(const char *p, const char *end) {
+static const char *json_skip_digits(const char *p, const char *end)
+{
     const char *first = p;
     while (p < end && *p >= '0' && *p <= '9') p++;
     return p > first ? p : NULL;
 }
 
-static const char *json_skip_number(const char *p, const char *end) {
+static const char *json_skip_number(const char *p, const char *end)
+{
     if (p < end && *p == '-') p++;
     if (p < end && *p == '0')
         p++;
@@ -78,7 +83,8 @@ static const char *json_skip_number(const char *p, const char *end) {
     return p;
 }
 
-static const char *json_skip_value(const char *p, const char *end, int depth) {
+static const char *json_skip_value(const char *p, const char *end, int depth)
+{
     static const char *const words[] = {"true", "false", "null"};
     p = json_space(p, end);
     if (p == end || depth > JSON_MAX_DEPTH) return NULL;
@@ -107,7 +113,8 @@ static const char *json_skip_value(const char *p, const char *end, int depth) {
 }
 
 /* The one object that the text must consist of. */
-static int json_parse(const char *text, size_t size, json *object) {
+static int json_parse(const char *text, size_t size, json *object)
+{
     const char *end = text + size, *last;
     object->at = json_space(text, end);
     if (object->at == end || *object->at != '{') return -1;
@@ -116,13 +123,15 @@ static int json_parse(const char *text, size_t size, json *object) {
     return last && json_space(last, end) == end ? 0 : -1;
 }
 
-static int json_is(json v, const char *text) {
+static int json_is(json v, const char *text)
+{
     return v.at && (size_t)(v.end - v.at) == strlen(text) && !memcmp(v.at, text, strlen(text));
 }
 
 /* Walk the members of an object (key gets its text without quotes) or, with key == NULL, the
    elements of an array.  *at starts as NULL; the result is 0 at the end. */
-static int json_next(json container, const char **at, json *key, json *value) {
+static int json_next(json container, const char **at, json *key, json *value)
+{
     const char *p = *at ? *at : container.at + 1, *end = container.end;
     p = json_space(p, end);
     if (*p == ',') p = json_space(p + 1, end);
@@ -140,7 +149,8 @@ static int json_next(json container, const char **at, json *key, json *value) {
 }
 
 /* How often the key occurs, and the value of its last occurrence. */
-static int json_find(json object, const char *name, json *value) {
+static int json_find(json object, const char *name, json *value)
+{
     const char *at = NULL;
     json key, v;
     int found = 0;
@@ -155,7 +165,8 @@ static int json_find(json object, const char *name, json *value) {
 }
 
 /* A whole number that is not negative: 0 and *number, or -1. */
-static int json_whole(json v, uint64_t *number) {
+static int json_whole(json v, uint64_t *number)
+{
     uint64_t n = 0;
     if (!v.at || v.at == v.end) return -1;
     for (const char *p = v.at; p < v.end; p++) {
@@ -166,7 +177,8 @@ static int json_whole(json v, uint64_t *number) {
     return 0;
 }
 
-static int json_number(json v, double *number) {
+static int json_number(json v, double *number)
+{
     char digits[64];
     size_t n = (size_t)(v.end - v.at);
     if (!v.at || n >= sizeof digits || json_skip_number(v.at, v.end) != v.end) return -1;
@@ -198,7 +210,8 @@ typedef struct safetensors {
     int count;
 } safetensors;
 
-static int tensor_item_bytes(const char *dtype) {
+static int tensor_item_bytes(const char *dtype)
+{
     static const struct {
         const char *name;
         int bytes;
@@ -211,12 +224,14 @@ static int tensor_item_bytes(const char *dtype) {
 }
 
 /* How much of the name a message shows. */
-static int tensor_name_chars(const tensor *t) {
+static int tensor_name_chars(const tensor *t)
+{
     return t->name.end - t->name.at < 200 ? (int)(t->name.end - t->name.at) : 200;
 }
 
 /* One entry of the header. */
-static int tensor_parse(const safetensors *st, tensor *t, json entry, char *error) {
+static int tensor_parse(const safetensors *st, tensor *t, json entry, char *error)
+{
     json v, element;
     const char *at = NULL;
     const char *name = t->name.at;
@@ -263,20 +278,23 @@ static int tensor_parse(const safetensors *st, tensor *t, json entry, char *erro
     return 0;
 }
 
-static int tensor_order(const void *a, const void *b) {
+static int tensor_order(const void *a, const void *b)
+{
     const tensor *x = (const tensor *)a, *y = (const tensor *)b;
     if (x->from != y->from) return x->from < y->from ? -1 : 1;
     return (x->to > y->to) - (x->to < y->to);
 }
 
-static void safetensors_close(safetensors *st) {
+static void safetensors_close(safetensors *st)
+{
     free(st->file);
     free(st->tensors);
     memset(st, 0, sizeof *st);
 }
 
 /* Read the file and check everything that can be checked without knowing the model. */
-static int safetensors_open(safetensors *st, const char *path, char *error) {
+static int safetensors_open(safetensors *st, const char *path, char *error)
+{
     size_t size;
     uint64_t header_bytes = 0, expected = 0;
     const char *at = NULL;
@@ -328,7 +346,8 @@ static int safetensors_open(safetensors *st, const char *path, char *error) {
 
 /* The BF16 tensor `name` of shape [rows, columns], or [columns] when rows is 0, as new floats. */
 static int safetensors_load(const safetensors *st, const char *name, int rows, int columns,
-                            float **out, char *error) {
+                            float **out, char *error)
+{
     const tensor *t = NULL;
     const unsigned char *bits;
     size_t n = (size_t)columns * (size_t)(rows ? rows : 1);
