@@ -83,7 +83,7 @@
    MEMORY, STREAMS, GRAPHS, THREADS
        All memory is yours: ask snapmla_plan_bytes() and snapmla_decode_workspace().  One workspace
        serves all layers of a stream; concurrent streams need one each, and a plan each.
-       With split_tokens = 0 the workspace does not grow with the batch (17 MB on 132 SMs).
+       With split_tokens = 0 the workspace does not grow with the batch (9 to 35 MB on 132 SMs).
        Everything is asynchronous on the desc's stream and re-entrant.  A captured graph of plan and
        decodes may be replayed with other lengths, tables, queries and cache contents at the same
        addresses, up to the lengths that the captured table width and max_seq_len allow.
@@ -181,7 +181,7 @@ extern "C" {
     X(SNAPMLA_ERROR_PAGE_SIZE, -10, "page_size is not a power of two from 1 to 1024")              \
     X(SNAPMLA_ERROR_PAGES, -11, "pages is negative")                                               \
     X(SNAPMLA_ERROR_MAX_SEQ_LEN, -12, "max_seq_len is negative, or 0 with split_tokens")           \
-    X(SNAPMLA_ERROR_SPLIT_TOKENS, -13, "split_tokens is negative or no multiple of 128")           \
+    X(SNAPMLA_ERROR_SPLIT_TOKENS, -13, "split_tokens is negative, no multiple of 128, or too small") \
     X(SNAPMLA_ERROR_MODE, -14, "mode is not one of snapmla_mode")                                  \
     X(SNAPMLA_ERROR_PATH, -15, "path is not one of snapmla_path, or not for this page_size")        \
     X(SNAPMLA_ERROR_SM_COUNT, -16, "sm_count is negative")                                         \
@@ -2968,6 +2968,14 @@ static inline int64_t smla_default(int64_t value, int64_t when_zero)
     return value == 0 ? when_zero : value;
 }
 
+/* The dense stride of `count` things of `stride` elements.  What does not fit becomes INT64_MAX, which
+   no check of alignment passes; what is negative is refused by its own check. */
+static inline int64_t smla_dense(int64_t count, int64_t stride)
+{
+    if (count <= 0 || stride <= 0) return 0;
+    return stride > INT64_MAX / count ? INT64_MAX : stride * count;
+}
+
 /* A CUDA call's error as a result.  The caller's own pending error is left alone, and an error that
    was not there before (`before` = cudaPeekAtLastError()) is not left behind. */
 static inline snapmla_result smla_cuda(cudaError_t before, cudaError_t error)
@@ -3069,13 +3077,13 @@ static inline snapmla_decode_desc smla_resolve_decode(snapmla_decode_desc d)
     const int64_t dims = latent + smla_max(0, d.step.rope_dim);
     d.block_table_stride = smla_default(d.block_table_stride, d.block_table_width);
     d.q_head_stride = smla_default(d.q_head_stride, dims);
-    d.q_token_stride = smla_default(d.q_token_stride, heads * d.q_head_stride);
-    d.q_batch_stride = smla_default(d.q_batch_stride, s_q * d.q_token_stride);
+    d.q_token_stride = smla_default(d.q_token_stride, smla_dense(heads, d.q_head_stride));
+    d.q_batch_stride = smla_default(d.q_batch_stride, smla_dense(s_q, d.q_token_stride));
     d.out_head_stride = smla_default(d.out_head_stride, latent);
-    d.out_token_stride = smla_default(d.out_token_stride, heads * d.out_head_stride);
-    d.out_batch_stride = smla_default(d.out_batch_stride, s_q * d.out_token_stride);
+    d.out_token_stride = smla_default(d.out_token_stride, smla_dense(heads, d.out_head_stride));
+    d.out_batch_stride = smla_default(d.out_batch_stride, smla_dense(s_q, d.out_token_stride));
     d.lse_token_stride = smla_default(d.lse_token_stride, heads);
-    d.lse_batch_stride = smla_default(d.lse_batch_stride, s_q * d.lse_token_stride);
+    d.lse_batch_stride = smla_default(d.lse_batch_stride, smla_dense(s_q, d.lse_token_stride));
     return d;
 }
 
@@ -3241,6 +3249,8 @@ static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geom
     g->slots = 2 * g->policy.parts;
     if (g->policy.split_blocks > 0)
         g->slots = s.batch * g->policy.groups * smla_ceil_div(s.max_seq_len, s.split_tokens);
+    /* 2^40 rows are 2 PB of partial results; beyond, sizes would overflow */
+    SMLA_CHECK(g->slots <= ((int64_t)1 << 40) / (g->group * g->tile_rows), SNAPMLA_ERROR_SPLIT_TOKENS);
     return SNAPMLA_OK;
 }
 
@@ -3541,7 +3551,7 @@ SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
 {
     SMLA_CHECK(desc != NULL && resolved != NULL, SNAPMLA_ERROR_NULL_DESC);
     snapmla_decode_desc d = smla_resolve_decode(*desc);
-    smla_geometry g;
+    smla_geometry g = {};
     SMLA_TRY(smla_check_decode(d, &g));
     if (d.step.sm_count == 0)
         SMLA_TRY(smla_attribute(cudaDevAttrMultiProcessorCount, &d.step.sm_count));
@@ -3556,7 +3566,7 @@ SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *des
     smla_default_dims(&d.latent_dim, &d.rope_dim);
     const int64_t dims = (int64_t)d.latent_dim + d.rope_dim;
     d.q_head_stride = smla_default(d.q_head_stride, dims);
-    d.q_token_stride = smla_default(d.q_token_stride, d.heads * d.q_head_stride);
+    d.q_token_stride = smla_default(d.q_token_stride, smla_dense(d.heads, d.q_head_stride));
     SMLA_CHECK(d.heads >= 0, SNAPMLA_ERROR_HEADS);
     SMLA_CHECK(d.tokens >= 0, SNAPMLA_ERROR_TOKENS);
     SMLA_TRY(smla_check_format(d.latent_dim, d.rope_dim, 64));
@@ -3631,7 +3641,7 @@ SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *
 {
     SMLA_CHECK(step != NULL && bytes != NULL, SNAPMLA_ERROR_NULL_DESC);
     const snapmla_step s = smla_resolve_step(*step);
-    smla_geometry g;
+    smla_geometry g = {};
     SMLA_TRY(smla_check_shape(s));
     if (smla_nothing_to_do(s)) {
         *bytes = 0;
@@ -3646,7 +3656,7 @@ SNAPMLA_API snapmla_result snapmla_plan(const snapmla_step *step)
 {
     SMLA_CHECK(step != NULL, SNAPMLA_ERROR_NULL_DESC);
     const snapmla_step s = smla_resolve_step(*step);
-    smla_geometry g;
+    smla_geometry g = {};
     SMLA_TRY(smla_check_shape(s));
     if (smla_nothing_to_do(s)) return SNAPMLA_OK;
     SMLA_TRY(smla_plan_geometry(s, &g));
@@ -3661,7 +3671,7 @@ SNAPMLA_API snapmla_result snapmla_decode_workspace(const snapmla_step *step, si
 {
     SMLA_CHECK(step != NULL && bytes != NULL, SNAPMLA_ERROR_NULL_DESC);
     const snapmla_step s = smla_resolve_step(*step);
-    smla_geometry g;
+    smla_geometry g = {};
     SMLA_TRY(smla_check_shape(s));
     if (smla_nothing_to_do(s)) {
         *bytes = 0;
@@ -3676,7 +3686,7 @@ SNAPMLA_API snapmla_result snapmla_decode(const snapmla_decode_desc *desc)
 {
     SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
     const snapmla_decode_desc d = smla_resolve_decode(*desc);
-    smla_geometry g;
+    smla_geometry g = {};
     SMLA_TRY(smla_check_decode(d, &g));
     if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
     const smla_decode_params p = smla_device_decode(d, g);

@@ -312,6 +312,39 @@ static void test_legal_descs(void **state)
 #undef LEGAL
 }
 
+/* Sizes and dense strides that would overflow are refused, not wrapped. */
+static void test_overflow_is_refused(void **state)
+{
+    (void)state;
+    size_t bytes = 77;
+    snapmla_decode_desc r, d = good_decode();
+    snapmla_step step = good_step(); /* its workspace is 2^64 + 269,046,272 bytes */
+    step.batch = 33296531;
+    step.s_q = step.heads = 1;
+    step.max_seq_len = 16776102 * 128;
+    step.split_tokens = 128;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_ERROR_SPLIT_TOKENS);
+    EXPECT(snapmla_plan_bytes(&step, &bytes), SNAPMLA_ERROR_SPLIT_TOKENS);
+    TU_CHECK_INT(bytes, 77);
+    step.batch = 1; /* the largest request, in its smallest splits */
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK_INT(bytes, (size_t)16776102 * 16 * (512 * 4 + 16));
+
+    d.step.heads = 4;
+    d.q_head_stride = ((int64_t)1 << 62) + 576; /* times 4 wraps to 2304, a legal stride */
+    EXPECT(snapmla_resolve(&d, &r), SNAPMLA_ERROR_Q_ALIGN);
+    d = good_decode();
+    d.out_head_stride = ((int64_t)1 << 62) + 512;
+    EXPECT(snapmla_resolve(&d, &r), SNAPMLA_ERROR_OUT_ALIGN);
+    d = good_decode();
+    d.q_head_stride = INT64_MIN + 8;
+    EXPECT(snapmla_resolve(&d, &r), SNAPMLA_ERROR_Q_STRIDE);
+    snapmla_quantize_q_desc q = good_quantize();
+    q.heads = 4;
+    q.q_head_stride = ((int64_t)1 << 62) + 576;
+    EXPECT(snapmla_quantize_q(&q), SNAPMLA_ERROR_Q_ALIGN);
+}
+
 /* Nothing to do is OK, whatever the other fields hold, without a device. */
 static void test_nothing_to_do(void **state)
 {
@@ -744,6 +777,7 @@ int main(void)
         cmocka_unit_test(test_key_buffers),
         cmocka_unit_test(test_merge_buffers),
         cmocka_unit_test(test_order_of_checks),
+        cmocka_unit_test(test_overflow_is_refused),
         cmocka_unit_test(test_workspace_bound),
         cmocka_unit_test(test_sizes_depend_on_documented_fields),
         cmocka_unit_test(test_every_code_was_provoked),
