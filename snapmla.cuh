@@ -1773,25 +1773,26 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
    query rows.  Blocks pass through a ring of 4 stages, one CTA on an SM:
      WG 0, 1  values    O^T[256 dims x rows] += V^T P^T: V^T in registers (ldmatrix.trans + prmt), P
                         from shared memory, a fresh accumulator per block, then FP32 masters
-     WG 2     softmax   S[64 rows x 64 tokens] = Q K^T (FP8, then rope in BF16, one accumulator), the
-                        weights, P rounded to e4m3
+     WG 2     softmax   S[64 rows x 64 tokens] = Q K^T (FP8, then rope in BF16), the weights,
+                        P rounded to e4m3
      WG 3     warp 0 load: TMA; warp 1 prepare: scales of a block, V rows that must be zero;
               warps 2, 3 sum: the denominator from the weights as they were rounded
-   A stage's barriers, in the order of a block's life:
+   Barriers, in the order of a block's life:
      full     load -> softmax, prepare   content, scales and rope have landed
      ready    prepare -> softmax, values scales are prepared, V rows that do not count are zero
      weights  softmax -> values, sum     P and its scales S'
-     empty    values, sum -> load        nobody needs the stage any more
+     empty    values, sum -> load           nobody needs the stage any more
 
    Softmax.  y = logit + log2 k_s is the logarithm of a token's weight on its FP8 content.  A block's
    largest weight of a row becomes 448, which e4m3 holds exactly (SnapMLA's scale), and the block's
-   sums count with S' = 2^(largest y - log2 448 - ref).  ref is the largest y of the row's first block
-   and stays, unless a later one is 2^60 times as large: f32 has room for S'.  Only then masters must
-   be multiplied with an alpha.
+   sums count with S' = 2^(largest y - log2 448 - ref), rounded to bf16 so that the rows' S' fit into
+   few registers.  ref is the largest y of the row's first block and stays, unless a later one is 2^60
+   times as large: f32 has room for S'.  Only then masters must be multiplied with an alpha.
    A row's state at the end of a split is (m = ref, l, lq, acc), all sums in units of 2^m:
-     l   = sum of 2^(logit - m)             unrounded
-     lq  = sum of P / k_s where P is a normal e4m3 number, else of 2^(logit - m)
-     acc = sum of P * V8
+     l   = sum of 2^(logit - m)
+     lq  = sum of P / k_s where P is a normal e4m3 number, else of 2^(logit - m): what acc weighs V
+           with, but for V that e4m3 flushes
+     acc = sum of P * V8 * S'
    ============================================================================================== */
 SMLA_CONST int smla_kHopperThreads = 512;
 SMLA_CONST int smla_kHopperTile = 64; /* rows of QK's accumulator, whatever kRows */
@@ -1800,11 +1801,12 @@ SMLA_CONST int smla_kStages = 4;
 SMLA_CONST int smla_kColumn = smla_kBlock * 128;
 SMLA_CONST int smla_kStageBytes = 5 * smla_kColumn; /* 4 of content, 1 of rope */
 SMLA_CONST int smla_kBlockBytes = smla_kStageBytes + smla_kBlock * 4; /* what TMA brings */
-SMLA_CONST int smla_kAhead = 2; /* pairs of token scales that softmax reads ahead */
 
 SMLA_CONST float smla_kLog2E4m3Max = 8.807354922057604f; /* log2 448 */
-SMLA_CONST float smla_kRefSlack = 60.0f;                 /* binades above ref without moving it */
-SMLA_CONST float smla_kFlushed = 7.5f / 512.0f;      /* below: e4m3 is subnormal or 0 */
+SMLA_CONST float smla_kScaleFloor = 0x1p-96f; /* of k_s, just below the format's own (1e-26 / 448) */
+SMLA_CONST float smla_kFactorFloor = 1e-37f; /* of softmax_scale * log2e * q_s */
+SMLA_CONST float smla_kRefSlack = 60.0f; /* binades above ref without moving it */
+SMLA_CONST float smla_kFlushed = 7.5f / 512.0f; /* below: e4m3 is subnormal or 0 */
 
 struct smla_hopper_maps {
     CUtensorMap content; /* {512, page size, pages} bytes, boxes of {128, 64, 1} */
@@ -1818,26 +1820,31 @@ struct smla_block_info {
     uint32_t bad_odd;  /* the same of token 2i + 1 */
 };
 
+/* What belongs to a stage beside its content and rope. */
+struct alignas(512) smla_hopper_block {
+    uint8_t weight[smla_kHopperTile * smla_kBlock]; /* P, 64-byte rows, swizzled */
+    float scale[smla_kBlock];                /* k_s as loaded */
+    float2 log2_k_s[smla_kBlock / 2];
+    float2 k_s[smla_kBlock / 2];             /* 0 for tokens that do not exist or are bad */
+    float inverse_k_s[smla_kBlock];          /* in the order of P's bytes */
+    float alpha[smla_kHopperTile];
+    uint32_t block_scale[4][smla_kHopperTile / 8]; /* S' of rows 8j + 2q, + 1: [q][j], two bf16 */
+    smla_block_info info;
+    int32_t token0;  /* the block's first token */
+    int32_t valid;   /* from load to prepare */
+    uint32_t moved;  /* byte w: rows 16w .. 16w+15 have an alpha other than 1 */
+};
+
 struct alignas(1024) smla_hopper_smem {
     uint8_t stage[smla_kStages][smla_kStageBytes];
     uint8_t q_content[4 * smla_kColumn];
     uint8_t q_rope[smla_kColumn];
-    uint8_t weight[smla_kStages][smla_kHopperTile * smla_kBlock]; /* P, 64-byte rows, swizzled */
-    float scale[smla_kStages][smla_kBlock];     /* k_s as loaded */
-    float4 k_s[smla_kStages][smla_kBlock / 2]; /* of two tokens, and log2 of them; k_s = 0 for tokens
-                                                  that do not exist or are bad */
-    float inverse_k_s[smla_kStages][smla_kBlock]; /* in the order of P's bytes */
-    float block_scale[smla_kStages][smla_kHopperTile]; /* S' */
-    float alpha[smla_kStages][smla_kHopperTile];
-    int32_t token0[smla_kStages];  /* the block's first token */
+    smla_hopper_block block[smla_kStages];
     float4 stat[2][smla_kHopperTile]; /* m, l, and the two parts of lq: too small for P, in P */
     float factor[smla_kHopperTile];   /* softmax_scale * log2e * q_s */
     float2 flushed[128];              /* of softmax's threads, which have no registers for it */
     int32_t limit[smla_kHopperTile];  /* keys below this are seen */
     smla_split split[2];           /* from load to all other roles */
-    smla_block_info info[smla_kStages];
-    int32_t valid[smla_kStages];   /* from load to prepare */
-    uint32_t moved[smla_kStages];  /* byte w: rows 16w .. 16w+15 have an alpha other than 1 */
     uint64_t full[smla_kStages], ready[smla_kStages], weights[smla_kStages], empty[smla_kStages];
     uint64_t split_full[2], split_empty[2];
     uint64_t stat_full[2]; /* softmax, sum -> values: stat of a split is written */
@@ -1889,10 +1896,16 @@ SMLA_DEV void smla_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint
                  "[%0], [%1], %2, [%3];" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 
+/* cp.async.bulk.prefetch.L2: 16-byte aligned, a multiple of 16 bytes. */
+SMLA_DEV void smla_prefetch_l2(const void *p, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
+}
+
 /* st.shared.u32 [addr], x; */
 SMLA_DEV void smla_store_shared(uint32_t addr, uint32_t x)
 {
-    asm volatile("st.shared.u32 [%0], %1;" :: "r"(addr), "r"(x) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(addr), "r"(x));
 }
 
 /* fence.proxy.async: generic writes before it are seen by wgmma and TMA after it. */
@@ -1924,9 +1937,19 @@ SMLA_DEV void smla_wgmma_commit()
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-SMLA_DEV void smla_wgmma_wait_all()
+template <int kPending> SMLA_DEV void smla_wgmma_wait()
 {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+SMLA_DEV void smla_wgmma_wait_all() { smla_wgmma_wait<0>(); }
+
+/* cvt.rn.bf16x2.f32: two at once; a NaN becomes 0x7fff. */
+SMLA_DEV uint32_t smla_cvt_bf16x2(float lo, float hi)
+{
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
 }
 
 /* Keeps the compiler from moving accesses to an accumulator across wgmma's asynchrony. */
@@ -2015,17 +2038,21 @@ template <typename Run> SMLA_DEV void smla_hopper_for_each_split(smla_hopper_sme
         const int entry = i & 1;
         smla_mbarrier_wait(smla_smem_addr(&sm.split_full[entry]), i >> 1 & 1);
         const smla_split &s = sm.split[entry];
-        if (s.tile < 0) break;
+        if (__reduce_min_sync(~0u, s.tile) < 0) break;
         run(s, i);
         __syncwarp();
         if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.split_empty[entry]));
     }
 }
 
+/* A value that is the same in the whole warp, in a uniform register: wgmma's descriptors are made of
+   it, and from other registers each of them costs two more instructions. */
+SMLA_DEV int smla_uniform(int x) { return (int)__reduce_max_sync(~0u, (unsigned)x); }
+
 /* Blocks of all splits of a CTA run through one ring; every role counts them for itself. */
 struct smla_ring {
     uint32_t block;
-    __device__ int stage() const { return block % smla_kStages; }
+    __device__ int stage() const { return smla_uniform(block % smla_kStages); }
     __device__ uint32_t parity() const { return block / smla_kStages & 1; }
 };
 
@@ -2038,12 +2065,10 @@ SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in 
 template <int kRows> struct smla_hopper_roles {
     /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512 */
     static constexpr int kValuesRegs = kRows == 64 ? 184 : 144;
-    static constexpr int kSoftmaxRegs = kRows == 64 ? 104 : 168;
-    static constexpr int kLoadRegs = kRows == 64 ? 40 : 56;
+    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 168;
+    static constexpr int kLoadRegs = kRows == 64 ? 32 : 56;
     static constexpr int kSoftmaxWarps = kRows / 16; /* that have rows */
     static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
-    static constexpr int kStatWarps = kSoftmaxWarps + kSumWarps; /* that write stat */
-    static constexpr int kWarps = 8 + 4 + 1 + kSumWarps; /* values, softmax, prepare, sum */
 };
 
 /* Over groups of 4 lanes: the threads of a row of wgmma's accumulator. */
@@ -2072,7 +2097,7 @@ SMLA_DEV void smla_hopper_load_block(smla_hopper_smem &sm, const smla_decode_par
     for (int c = 0; c < 4; ++c)
         smla_tma_load_3d(to + c * smla_kColumn, &maps.content, 128 * c, offset, page, bar);
     smla_tma_load_3d(to + 4 * smla_kColumn, &maps.rope, 0, offset, page, bar);
-    smla_bulk_load(smla_smem_addr(sm.scale[stage]),
+    smla_bulk_load(smla_smem_addr(sm.block[stage].scale),
                    p.planes.scale + page * p.planes.scale_stride + offset, smla_kBlock * 4, bar);
 }
 
@@ -2111,11 +2136,11 @@ SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_par
             next_page = smla_hopper_page(p, s, i + 32 + lane, blocks);
         }
         const int32_t this_page = __shfl_sync(~0u, page, i & 31);
+        const int stage = ring.stage();
         if (lane == 0) {
-            const int stage = ring.stage();
             const int32_t token = s.begin + i * smla_kBlock;
             smla_mbarrier_wait(smla_smem_addr(&sm.empty[stage]), ring.parity() ^ 1);
-            sm.valid[stage] = this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
+            sm.block[stage].valid = this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
             if (this_page < 0)
                 smla_mbarrier_arrive(smla_smem_addr(&sm.full[stage]));
             else
@@ -2123,6 +2148,22 @@ SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_par
                                        token & ((1 << p.planes.page_shift) - 1));
         }
         __syncwarp();
+    }
+}
+
+/* Brings a split's Q into L2 while the split before is under way. */
+SMLA_DEV void smla_hopper_prefetch_q(const smla_decode_params &p, const smla_split &s)
+{
+    const int32_t row0 = s.tile * p.tile_rows;
+    const int32_t rows = smla_min(p.rows - row0, p.tile_rows);
+    for (int32_t r = threadIdx.x & 31; r < rows; r += 32) {
+        const int32_t row = row0 + r, token = row / p.heads, head = row - token * p.heads;
+        const int64_t index = s.request * p.rows + row;
+        if (p.q != nullptr)
+            smla_prefetch_l2(p.q + s.request * p.q_batch_stride + token * p.q_token_stride
+                             + head * p.q_head_stride, (smla_kLatent + smla_kRope) * 2);
+        else
+            smla_prefetch_l2(p.q_content + index * smla_kLatent, smla_kLatent);
     }
 }
 
@@ -2135,6 +2176,7 @@ SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p
     for (smla_cursor c = smla_first_split(p); !smla_at_end(p, c); smla_advance(p, c)) {
         const smla_split s = smla_split_at(p, c);
         if (s.tile >= p.tiles) continue;
+        if (splits > 0) smla_hopper_prefetch_q(p, s);
         smla_hopper_announce(sm, splits++, s);
         smla_hopper_load_split(sm, p, maps, s, ring);
     }
@@ -2173,13 +2215,15 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
         for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
             const int stage = ring.stage();
             smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-            const int32_t valid = sm.valid[stage];
-            float2 k = *reinterpret_cast<const float2 *>(&sm.scale[stage][2 * lane]);
+            const int32_t valid = sm.block[stage].valid;
+            float2 k = *reinterpret_cast<const float2 *>(&sm.block[stage].scale[2 * lane]);
             const bool exists[2] = {2 * lane < valid, 2 * lane + 1 < valid};
             const bool good[2] = {exists[0] && smla_is_finite(k.x), exists[1] && smla_is_finite(k.y)};
-            k = make_float2(good[0] ? k.x : 0.0f, good[1] ? k.y : 0.0f);
-            sm.k_s[stage][lane] = make_float4(k.x, k.y, smla_lg2(k.x), smla_lg2(k.y));
-            *reinterpret_cast<float2 *>(&sm.inverse_k_s[stage][place]) =
+            k = make_float2(good[0] ? fmaxf(k.x, smla_kScaleFloor) : 0.0f,
+                            good[1] ? fmaxf(k.y, smla_kScaleFloor) : 0.0f);
+            sm.block[stage].k_s[lane] = k;
+            sm.block[stage].log2_k_s[lane] = make_float2(smla_lg2(k.x), smla_lg2(k.y));
+            *reinterpret_cast<float2 *>(&sm.block[stage].inverse_k_s[place]) =
                 make_float2(smla_inverse_scale(k.x), smla_inverse_scale(k.y));
             const uint32_t bad_even = __ballot_sync(~0u, exists[0] && !good[0]);
             const uint32_t bad_odd = __ballot_sync(~0u, exists[1] && !good[1]);
@@ -2189,8 +2233,8 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
             const int32_t seen_by_all = s.len - (p.causal ? p.s_q - 1 : 0);
             const bool mask = valid < smla_kBlock || (bad_even | bad_odd) != 0
                            || s.begin + (i + 1) * smla_kBlock > seen_by_all;
-            if (lane == 0) sm.info[stage] = {mask, valid, bad_even, bad_odd};
-            if (lane == 0) sm.token0[stage] = s.begin + i * smla_kBlock;
+            if (lane == 0) sm.block[stage].info = {mask, valid, bad_even, bad_odd};
+            if (lane == 0) sm.block[stage].token0 = s.begin + i * smla_kBlock;
             __syncwarp();
             if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.ready[stage]));
         }
@@ -2198,6 +2242,12 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
 }
 
 /* ---- sum ---- */
+
+SMLA_DEV float smla_block_scale(const smla_hopper_block &block, int row)
+{
+    const uint32_t word = block.block_scale[row >> 1 & 3][row >> 3];
+    return __uint_as_float(row & 1 ? word & 0xffff0000u : word << 16);
+}
 
 /* Four e4m3 codes with those that are subnormal or 0 replaced by 0. */
 SMLA_DEV uint32_t smla_keep_normal(uint32_t codes)
@@ -2222,23 +2272,23 @@ SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int r
                                     float (&lq)[kRowsOfLane])
 {
     const int lane = threadIdx.x & 31, r = row0 + (lane >> 1);
-    const uint32_t moved = sm.moved[stage];
+    const uint32_t moved = sm.block[stage].moved;
     if (moved != 0) {
         SMLA_UNROLL
         for (int i = 0; i < kRowsOfLane; ++i) {
             const int row = r + 16 * i;
-            lq[i] *= moved >> (row >> 4) * 8 & 0xffu ? sm.alpha[stage][row] : 1.0f;
+            lq[i] *= moved >> (row >> 4) * 8 & 0xffu ? sm.block[stage].alpha[row] : 1.0f;
         }
     }
     float part[kRowsOfLane] = {};
 #pragma unroll 1
     for (int chunk = 2 * (lane & 1), end = chunk + 2; chunk < end; ++chunk) { /* of 16 tokens */
-        const float4 *inverse = reinterpret_cast<const float4 *>(&sm.inverse_k_s[stage][16 * chunk]);
+        const float4 *inverse = reinterpret_cast<const float4 *>(&sm.block[stage].inverse_k_s[16 * chunk]);
         SMLA_UNROLL
         for (int i = 0; i < kRowsOfLane; ++i) {
             const int row = r + 16 * i;
             const uint4 v = *reinterpret_cast<const uint4 *>(
-                sm.weight[stage] + row * smla_kBlock + 16 * (chunk ^ (row >> 1 & 3)));
+                sm.block[stage].weight + row * smla_kBlock + 16 * (chunk ^ (row >> 1 & 3)));
             part[i] = smla_sum_4(v.x, inverse[0], part[i]);
             part[i] = smla_sum_4(v.y, inverse[1], part[i]);
             part[i] = smla_sum_4(v.z, inverse[2], part[i]);
@@ -2247,7 +2297,7 @@ SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int r
     }
     SMLA_UNROLL
     for (int i = 0; i < kRowsOfLane; ++i)
-        lq[i] = fmaf(part[i], sm.block_scale[stage][r + 16 * i], lq[i]);
+        lq[i] = fmaf(part[i], smla_block_scale(sm.block[stage], r + 16 * i), lq[i]);
 }
 
 template <int kRows>
@@ -2328,8 +2378,8 @@ SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params 
 
 /* ---- softmax ---- */
 
-/* Rows g and g + 8 of a warp's 16.  ref is alike in the 4 threads of a row, the sums are a thread's own
-   tokens': of 2^(logit - ref), all of them, and those whose P is not a normal number. */
+/* Rows g and g + 8 of a warp's 16.  ref is alike in the 4 threads of a row, the sums are of a thread's
+   own tokens.  What of lq is too small for P is in shared memory. */
 struct smla_hopper_rows {
     float ref[2], l[2];
 };
@@ -2346,7 +2396,8 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
         const bool real = r < p.tile_rows && row < p.rows;
         if ((t & 3) == 0) {
             sm.limit[r] = smla_row_limit(p, row, s.len);
-            if (!real) sm.factor[r] = 0.0f;
+            /* above 0, so that -inf stays -inf; a NaN stays, too */
+            if (!real || sm.factor[r] < smla_kFactorFloor) sm.factor[r] = smla_kFactorFloor;
         }
     }
     sm.flushed[t] = make_float2(0.0f, 0.0f);
@@ -2375,46 +2426,22 @@ SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part
     smla_wgmma_commit();
 }
 
-/* The other half of the scores.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it
-   truncates grows with the sum: four accumulators of 128 dims, added in f32, keep logits exact to
-   about 1e-4 of them. */
-SMLA_DEV void smla_hopper_finish_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
-                                        float (&y)[32])
+/* Waits until no more than kPending groups are under way and adds the finished d to x. */
+template <int kPending> SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
 {
+    smla_wgmma_wait<kPending>();
+    smla_pin(d);
     SMLA_UNROLL
-    for (int part = 2; part <= 4; ++part) {
-        smla_wgmma_wait_all();
-        smla_pin(x);
-        smla_pin(y);
-        SMLA_UNROLL
-        for (int i = 0; i < 32; ++i) x[i] += y[i];
-        if (part < 4) smla_hopper_scores(sm, stage, part, y);
-    }
-}
-
-/* Scores to y = logit + log2 k_s. */
-SMLA_DEV void smla_hopper_logits(const float4 *k_s, float4 (&k)[smla_kAhead],
-                                 const float (&factor)[2], float (&x)[32])
-{
-    SMLA_UNROLL
-    for (int j = 0; j < 8; ++j) {
-        const float4 now = k[j % smla_kAhead];
-        if (j + smla_kAhead < 8) k[j % smla_kAhead] = k_s[4 * (j + smla_kAhead)];
-        SMLA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            x[4 * j + 2 * h] = fmaf(x[4 * j + 2 * h] * now.x, factor[h], now.z);
-            x[4 * j + 2 * h + 1] = fmaf(x[4 * j + 2 * h + 1] * now.y, factor[h], now.w);
-        }
-    }
+    for (int i = 0; i < 32; ++i) x[i] += d[i];
 }
 
 /* -inf where a row does not see the token, NaN where the token's scale is NaN or Inf. */
 SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, float (&x)[32])
 {
     const int q = t & 3, tile_row = smla_hopper_tile_row(t);
-    const smla_block_info info = sm.info[stage];
+    const smla_block_info info = sm.block[stage].info;
     const uint32_t even = info.bad_even >> q, odd = info.bad_odd >> q;
-    const int32_t token0 = sm.token0[stage];
+    const int32_t token0 = sm.block[stage].token0;
     const int32_t limit[2] = {sm.limit[tile_row] - token0, sm.limit[tile_row + 8] - token0};
     SMLA_UNROLL
     for (int j = 0; j < 8; ++j) {
@@ -2433,25 +2460,40 @@ SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, flo
 SMLA_DEV uint32_t smla_e4m3x4_from_f32(const float (&x)[4])
 {
     uint32_t y;
-    asm volatile("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+    asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
                  "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
                  : "=r"(y) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
     return y;
 }
 
-/* The largest y of the thread's two rows in this block. */
-SMLA_DEV void smla_hopper_top(const float (&x)[32], float (&top)[2])
+/* Scores of a block to logits without the row's factor. */
+SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&y)[32], float (&x)[32])
 {
     SMLA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-        float even = x[2 * h], odd = x[2 * h + 1];
+    for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
-        for (int j = 1; j < 8; ++j) {
-            even = fmaxf(even, x[4 * j + 2 * h]);
-            odd = fmaxf(odd, x[4 * j + 2 * h + 1]);
+        for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+            x[i] = (x[i] + y[i]) * k[j].x;
+            x[i + 1] = (x[i + 1] + y[i + 1]) * k[j].y;
         }
-        top[h] = smla_row_max(fmaxf(even, odd));
     }
+}
+
+/* The largest y = logit + log2 k_s of the thread's two rows in this block. */
+SMLA_DEV void smla_hopper_top(const float2 (&log2_k)[8], const float (&factor)[2],
+                              const float (&x)[32], float (&top)[2])
+{
+    float even[2] = {smla_neg_inf(), smla_neg_inf()}, odd[2] = {smla_neg_inf(), smla_neg_inf()};
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        SMLA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            even[h] = fmaxf(even[h], fmaf(x[4 * j + 2 * h], factor[h], log2_k[j].x));
+            odd[h] = fmaxf(odd[h], fmaf(x[4 * j + 2 * h + 1], factor[h], log2_k[j].y));
+        }
+    }
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) top[h] = smla_row_max(fmaxf(even[h], odd[h]));
 }
 
 /* The first keys of a row, or keys far above all before: ref moves to them.  Rare, uniform in a warp. */
@@ -2466,75 +2508,144 @@ SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const flo
         if (up[h]) rows.ref[h] = top[h];
         rows.l[h] *= alpha;
         (h == 0 ? sm.flushed[t].x : sm.flushed[t].y) *= alpha;
-        if ((t & 3) == 0) sm.alpha[stage][smla_hopper_tile_row(t) + 8 * h] = alpha;
+        if ((t & 3) == 0) sm.block[stage].alpha[smla_hopper_tile_row(t) + 8 * h] = alpha;
     }
     return true;
 }
 
-/* Weights of this thread's tokens: as e4m3 to P in shared memory, and into the rows' sums.  Four
-   tokens of 16 become one word: the order in which ldmatrix.trans delivers V. */
-SMLA_DEV void smla_hopper_weights(smla_hopper_smem &sm, int stage, int t, uint8_t *weight,
-                                  const float (&shift)[2], const float (&scale)[2],
-                                  const float (&x)[32], smla_hopper_rows &rows)
+/* Where a thread's first word of P lies. */
+SMLA_DEV int smla_hopper_place(int t)
 {
     const int tile_row = smla_hopper_tile_row(t);
-    const uint32_t to = smla_smem_addr(weight) + tile_row * smla_kBlock
-                      + ((tile_row >> 1 & 3) << 4) + 4 * (t & 3);
-    float l[2] = {}, flushed[2] = {};
+    return tile_row * smla_kBlock + ((tile_row >> 1 & 3) << 4) + 4 * (t & 3);
+}
+
+/* Weights of this thread's tokens, rounded, to P: x becomes 2^(logit + shift), and so x k_s is a token's
+   weight on its FP8 content.  Four tokens of 16 become one word: the order in which ldmatrix.trans
+   delivers V.  Adds x to l; false if some weight is not a normal number of e4m3. */
+SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float (&factor)[2],
+                                  const float (&shift)[2], float (&x)[32], float (&l)[2])
+{
+    uint32_t normal = 0x80808080u;
     SMLA_UNROLL
     for (int jj = 0; jj < 4; ++jj) {
-        const float4 k = *reinterpret_cast<const float4 *>(
-            &sm.inverse_k_s[stage][16 * jj + 4 * (t & 3)]);
-        const float inverse[4] = {k.x, k.y, k.z, k.w};
         SMLA_UNROLL
         for (int h = 0; h < 2; ++h) {
             float w[4];
             SMLA_UNROLL
             for (int i = 0; i < 4; ++i) { /* tokens 16jj + 2q, + 1, + 8, + 9 */
-                w[i] = smla_ex2(x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)] + shift[h]);
-                const float e = w[i] * inverse[i];
+                float &e = x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)];
+                e = smla_ex2(fmaf(e, factor[h], shift[h]));
                 l[h] += e;
-                if (w[i] < smla_kFlushed) flushed[h] += e;
+                w[i] = e * (i & 1 ? k[2 * jj + (i >> 1)].y : k[2 * jj + (i >> 1)].x);
             }
-            smla_store_shared((to ^ jj << 4) + 8 * h * smla_kBlock, smla_e4m3x4_from_f32(w));
+            const uint32_t codes = smla_e4m3x4_from_f32(w);
+            smla_store_shared((to ^ jj << 4) + 8 * h * smla_kBlock, codes);
+            normal &= (codes & 0x78787878u) + 0x78787878u; /* bit 7 of a byte: not 0, not subnormal */
         }
     }
+    return normal == 0x80808080u;
+}
+
+/* Counts the tokens whose weight e4m3 flushes, or nearly so, unrounded in the denominator. */
+SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)[8],
+                                  const float (&scale)[2], const float (&x)[32])
+{
+    float flushed[2] = {0.0f, 0.0f};
     SMLA_UNROLL
-    for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
+    for (int i = 0; i < 32; ++i)
+        if (x[i] * (i & 1 ? k[i / 4].y : k[i / 4].x) < smla_kFlushed) flushed[i >> 1 & 1] += x[i];
     const float2 sum = sm.flushed[t];
     sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
 }
 
-/* From the scores of a block, still being computed, to its weights in shared memory. */
-SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity,
-                                        int t, smla_hopper_rows &rows, float (&x)[32],
-                                        float (&y)[32])
+/* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
+   grows with the sum: four accumulators of 128 dims, added in f32, keep logits exact to about 1e-4 of
+   them.  kThree: there are registers for a third accumulator, so that one is always under way. */
+template <bool kThree>
+SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
+                                       float (&y)[32])
+{
+    smla_hopper_scores(sm, stage, 0, x);
+    smla_hopper_scores(sm, stage, 1, y);
+    smla_wgmma_wait<kThree>();
+    smla_pin(x);
+    if (kThree) {
+        float z[32];
+        smla_hopper_scores(sm, stage, 2, z);
+        smla_hopper_add_scores<1>(y, x);
+        smla_hopper_scores(sm, stage, 3, y);
+        smla_hopper_add_scores<1>(z, x);
+    } else {
+        smla_hopper_add_scores<0>(y, x);
+        smla_hopper_scores(sm, stage, 2, y);
+        smla_hopper_add_scores<0>(y, x);
+        smla_hopper_scores(sm, stage, 3, y);
+    }
+}
+
+/* One block: from scores to weights in shared memory. */
+template <bool kThree>
+SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
+                                        smla_hopper_rows &rows)
 {
     const int q = t & 3, tile_row = smla_hopper_tile_row(t);
-    float4 k[smla_kAhead]; /* of tokens 8j + 2q, + 1: read while QK is under way */
+    smla_hopper_block &block = sm.block[stage];
+    float x[32], y[32];
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
+    smla_hopper_block_scores<kThree>(sm, stage, x, y);
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
-    SMLA_UNROLL
-    for (int j = 0; j < smla_kAhead; ++j) k[j] = sm.k_s[stage][4 * j + q];
     const float factor[2] = {sm.factor[tile_row], sm.factor[tile_row + 8]};
-    const int32_t mask = sm.info[stage].mask;
-    smla_hopper_finish_scores(sm, stage, x, y);
-    smla_hopper_logits(&sm.k_s[stage][q], k, factor, x);
+    const int32_t mask = block.info.mask;
+    float2 k[8], log2_k[8]; /* of tokens 8j + 2q, + 1 */
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        k[j] = block.k_s[4 * j + q];
+        log2_k[j] = block.log2_k_s[4 * j + q];
+    }
+    smla_wgmma_wait<0>();
+    smla_pin(y);
+    smla_hopper_weigh(k, y, x);
     if (mask) smla_hopper_mask(sm, stage, t, x);
-    float top[2], shift[2], scale[2];
-    smla_hopper_top(x, top);
+    float top[2], shift[2], scale[2], l[2] = {0.0f, 0.0f};
+    smla_hopper_top(log2_k, factor, x, top);
     const bool moved = smla_hopper_move(sm, stage, t, top, rows);
     SMLA_UNROLL
     for (int h = 0; h < 2; ++h) {
         const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
         shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
         scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
-        if (q == 0) sm.block_scale[stage][tile_row + 8 * h] = scale[h];
     }
-    if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&sm.moved[stage])[t >> 5] = moved;
-    smla_hopper_weights(sm, stage, t, sm.weight[stage], shift, scale, x, rows);
+    const uint32_t rounded = smla_cvt_bf16x2(scale[0], scale[1]);
+    if (q == 0) { /* rows 2n, 2n + 1 share a word, row + 8 has the next */
+        uint16_t *to = reinterpret_cast<uint16_t *>(
+            &block.block_scale[tile_row >> 1 & 3][tile_row >> 3]);
+        to[tile_row & 1] = (uint16_t)rounded;
+        to[2 + (tile_row & 1)] = (uint16_t)(rounded >> 16);
+    }
+    if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&block.moved)[t >> 5] = moved;
+    uint32_t to = smla_smem_addr(block.weight) + smla_hopper_place(t);
+    asm volatile("" : "+r"(to)); /* four addresses from one register, not from four */
+    const bool normal = smla_hopper_weights(k, to, factor, shift, x, l);
     smla_fence_async();
     __syncwarp();
     if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
+    if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
+}
+
+/* The share of a warp without rows: the warpgroup computes scores together. */
+SMLA_DEV void smla_hopper_no_rows(smla_hopper_smem &sm, int stage, uint32_t parity)
+{
+    float x[32];
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
+    SMLA_UNROLL
+    for (int part = 0; part < 4; ++part) {
+        smla_hopper_scores(sm, stage, part, x);
+        smla_wgmma_wait<0>();
+        smla_pin(x);
+    }
 }
 
 template <int kRows>
@@ -2553,25 +2664,24 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
         if (first) smla_bar_sync(smla_kBarFirstQuery, 384);
         else smla_bar_sync(smla_kBarQuery, 128);
         smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
+        const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
-        for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
+        for (; ring.block != end; ++ring.block) {
             const int stage = ring.stage();
-            float x[32], y[32];
-            smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-            smla_hopper_scores(sm, stage, 0, x);
-            smla_hopper_scores(sm, stage, 1, y);
-            if (has_rows) smla_hopper_softmax_block(sm, stage, ring.parity(), t, rows, x, y);
-            else smla_hopper_finish_scores(sm, stage, x, y);
+            if (has_rows)
+                smla_hopper_softmax_block<(kRows < 64)>(sm, stage, ring.parity(), t, rows);
+            else
+                smla_hopper_no_rows(sm, stage, ring.parity());
         }
         SMLA_UNROLL
         for (int h = 0; h < 2; ++h) {
             const float l = smla_row_sum(rows.l[h]);
             const float flushed = smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
-            const int r = tile_row + 8 * h;
             if (!has_rows || (lane & 3) != 0) continue;
-            sm.stat[index & 1][r].x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
-            sm.stat[index & 1][r].y = l;
-            sm.stat[index & 1][r].z = flushed;
+            float4 &stat = sm.stat[index & 1][tile_row + 8 * h]; /* .w is sum's */
+            stat.x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
+            stat.y = l;
+            stat.z = flushed;
         }
         __syncwarp();
         if (has_rows && lane == 0)
@@ -2607,12 +2717,12 @@ SMLA_DEV void smla_hopper_sort_v(uint32_t (&a)[2][4])
 template <int kRows>
 SMLA_DEV void smla_hopper_rescale(const smla_hopper_smem &sm, int stage, smla_hopper_acc<kRows> &acc)
 {
-    const uint32_t moved = sm.moved[stage];
+    const uint32_t moved = sm.block[stage].moved;
     if (moved == 0) return;
     SMLA_UNROLL
     for (int j = 0; j < kRows / 8; ++j) {
         float2 alpha = *reinterpret_cast<const float2 *>(
-            &sm.alpha[stage][8 * j + 2 * (threadIdx.x & 3)]);
+            &sm.block[stage].alpha[8 * j + 2 * (threadIdx.x & 3)]);
         if ((moved >> (j / 2) * 8 & 0xffu) == 0) alpha = make_float2(1.0f, 1.0f);
         SMLA_UNROLL
         for (int u = 0; u < 4; ++u) {
@@ -2624,51 +2734,62 @@ SMLA_DEV void smla_hopper_rescale(const smla_hopper_smem &sm, int stage, smla_ho
     }
 }
 
-/* One block: V^T of the next 64 dims is fetched while wgmma works on these. */
+/* Partial sums of a block to the masters: acc += S' part. */
+template <int kRows>
+SMLA_DEV void smla_hopper_add(const uint32_t (&scale)[kRows / 8], const float (&part)[kRows / 2],
+                              float (&acc)[kRows / 2])
+{
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) { /* columns 8j + 2q, + 1: rows of the tile */
+        const float even = __uint_as_float(scale[j] << 16);
+        const float odd = __uint_as_float(scale[j] & 0xffff0000u);
+        acc[4 * j] = fmaf(part[4 * j], even, acc[4 * j]);
+        acc[4 * j + 1] = fmaf(part[4 * j + 1], odd, acc[4 * j + 1]);
+        acc[4 * j + 2] = fmaf(part[4 * j + 2], even, acc[4 * j + 2]);
+        acc[4 * j + 3] = fmaf(part[4 * j + 3], odd, acc[4 * j + 3]);
+    }
+}
+
+/* One block, 64 dims at a time.  With few rows, two partial accumulators take turns. */
 template <int kRows>
 SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, uint32_t parity,
                                        uint32_t v_offset, smla_hopper_acc<kRows> &acc)
 {
+    constexpr int kParts = kRows == 64 ? 1 : 2;
     const uint32_t v = smla_smem_addr(sm.stage[stage]) + v_offset;
-    const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.weight[stage]), 512, smla_kSwizzle64);
-    uint32_t a[2][2][4];
-    float part[kRows / 2];
+    const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.block[stage].weight), 512,
+                                            smla_kSwizzle64);
+    uint32_t a[kParts][2][4], scale[kRows / 8];
+    float part[kParts][kRows / 2];
+    auto multiply = [&](int u) {
+        smla_hopper_sort_v(a[u % kParts]);
+        smla_pin(part[u % kParts]);
+        smla_wgmma_fence();
+        smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][0], weight, 0);
+        smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][1], weight + 2, 1);
+        smla_wgmma_commit();
+    };
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
-    smla_hopper_load_v(v, 0, a[0]);
-    smla_hopper_sort_v(a[0]);
+    SMLA_UNROLL
+    for (int u = 0; u < kParts; ++u) smla_hopper_load_v(v, u, a[u]);
     smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), parity);
+    multiply(0);
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) scale[j] = sm.block[stage].block_scale[threadIdx.x & 3][j];
+    smla_hopper_rescale<kRows>(sm, stage, acc);
     SMLA_UNROLL
     for (int u = 0; u < 4; ++u) {
-        smla_pin(part);
-        smla_wgmma_fence();
-        smla_wgmma_k32_e4m3(part, a[u & 1][0], weight, 0);
-        smla_wgmma_k32_e4m3(part, a[u & 1][1], weight + 2, 1);
-        smla_wgmma_commit();
-        if (u < 3) smla_hopper_load_v(v, u + 1, a[u & 1 ^ 1]);
-        if (u == 0) smla_hopper_rescale<kRows>(sm, stage, acc);
-        smla_wgmma_wait_all();
-        smla_pin(part);
-        if (u < 3) smla_hopper_sort_v(a[u & 1 ^ 1]);
-        SMLA_UNROLL
-        for (int j = 0; j < kRows / 8; ++j) { /* columns 8j + 2q, + 1: rows of the tile */
-            const float2 scale = *reinterpret_cast<const float2 *>(
-                &sm.block_scale[stage][8 * j + 2 * (threadIdx.x & 3)]);
-            acc.v[u][4 * j] = fmaf(part[4 * j], scale.x, acc.v[u][4 * j]);
-            acc.v[u][4 * j + 1] = fmaf(part[4 * j + 1], scale.y, acc.v[u][4 * j + 1]);
-            acc.v[u][4 * j + 2] = fmaf(part[4 * j + 2], scale.x, acc.v[u][4 * j + 2]);
-            acc.v[u][4 * j + 3] = fmaf(part[4 * j + 3], scale.y, acc.v[u][4 * j + 3]);
+        if (kParts == 2 && u < 3) {
+            multiply(u + 1);
+            smla_wgmma_wait<1>();
+        } else {
+            smla_wgmma_wait<0>();
         }
+        smla_pin(part[u % kParts]);
+        if (u + kParts < 4) smla_hopper_load_v(v, u + kParts, a[u % kParts]);
+        smla_hopper_add<kRows>(scale, part[u % kParts], acc.v[u]);
+        if (kParts == 1 && u < 3) multiply(u + 1);
     }
-}
-
-SMLA_DEV smla_row_stat smla_hopper_stat(float4 v) { return {v.x, v.y, v.z + v.w}; }
-
-/* cvt.rn.bf16x2.f32: two at once; a NaN becomes 0x7fff. */
-SMLA_DEV uint32_t smla_cvt_bf16x2(float lo, float hi)
-{
-    uint32_t y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
-    return y;
 }
 
 /* What a thread of `values` must know of a row at the end of a split. */
@@ -2683,7 +2804,7 @@ template <int kRows>
 SMLA_DEV void smla_hopper_finish_row(float4 *stats, const smla_decode_params &p,
                                      const smla_split &s, int r)
 {
-    const smla_row_stat stat = smla_hopper_stat(stats[r]);
+    const smla_row_stat stat = {stats[r].x, stats[r].y, stats[r].z + stats[r].w};
     const int32_t row = s.tile * kRows + r;
     smla_hopper_out_row o = {smla_out_factor(stat), row < p.rows, 0};
     if (row < p.rows) {
@@ -2738,12 +2859,13 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
             smla_bar_sync(smla_kBarFirstQuery, 384);
         }
         smla_hopper_acc<kRows> acc = {};
-        const int32_t blocks = smla_split_blocks(s);
+        const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
-        for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
-            smla_hopper_values_block<kRows>(sm, ring.stage(), ring.parity(), v_offset, acc);
+        for (; ring.block != end; ++ring.block) {
+            const int stage = ring.stage();
+            smla_hopper_values_block<kRows>(sm, stage, ring.parity(), v_offset, acc);
             __syncwarp();
-            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[ring.stage()]));
+            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
         }
         smla_mbarrier_wait(smla_smem_addr(&sm.stat_full[index & 1]), index >> 1 & 1);
         smla_hopper_store<kRows>(sm.stat[index & 1], p, s, wg, acc);
@@ -2765,14 +2887,15 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), smla_hopper_roles<kRows>::kSoftmaxWarps);
         smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + smla_hopper_roles<kRows>::kSumWarps);
-        sm.moved[i] = 0;
+        sm.block[i].moved = 0;
     }
     if (threadIdx.x < 2) {
         smla_mbarrier_init(smla_smem_addr(&sm.split_full[threadIdx.x]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.split_empty[threadIdx.x]),
-                           smla_hopper_roles<kRows>::kWarps);
+                           8 + 4 + 1 + smla_hopper_roles<kRows>::kSumWarps);
         smla_mbarrier_init(smla_smem_addr(&sm.stat_full[threadIdx.x]),
-                           smla_hopper_roles<kRows>::kStatWarps);
+                           smla_hopper_roles<kRows>::kSoftmaxWarps
+                           + smla_hopper_roles<kRows>::kSumWarps);
     }
     for (int i = threadIdx.x; i < (5 * smla_kColumn) / 16; i += smla_kHopperThreads)
         reinterpret_cast<uint4 *>(sm.q_content)[i] = make_uint4(0, 0, 0, 0); /* rows >= kRows, too */
