@@ -1014,7 +1014,23 @@ SMLA_HD int64_t smla_div(int64_t a, int64_t b)
     return a / b;
 }
 
-SMLA_HD int64_t smla_div_up(int64_t a, int64_t b) { return smla_div(a + b - 1, b); }
+/* The same where all operands are known to fit Int = uint32_t, or not: int64_t. */
+template <typename Int> SMLA_HD int64_t smla_div_as(int64_t a, int64_t b)
+{
+    return (int64_t)((Int)a / (Int)b);
+}
+
+template <typename Int> SMLA_HD int64_t smla_div_up(int64_t a, int64_t b)
+{
+    return smla_div_as<Int>(a + b - 1, b);
+}
+
+/* Everything that smla_even_candidate() and smla_decide() divide fits 32 bits. */
+SMLA_HD bool smla_is_small(const smla_policy &policy, const smla_work &work)
+{
+    return (work.blocks + (work.charges + 1) * smla_kOverheadBlocks) * policy.groups
+               + policy.parts < INT_MAX;
+}
 
 /* A time in units of a block / smla_kMergeRows. */
 SMLA_HD int64_t smla_score(const smla_policy &policy, int64_t blocks, int64_t partials)
@@ -1026,6 +1042,7 @@ SMLA_HD int64_t smla_score(const smla_policy &policy, int64_t blocks, int64_t pa
 /* Candidate `lane` of 32 for EVEN: blocks of a split, and its score, UINT32_MAX if it is none.  The
    first half tries 1, 2, 3 .. splits of the longest request, the other half the shortest splits that
    surely suffice and longer ones, which need fewer merges. */
+template <typename Int>
 SMLA_HD uint32_t smla_even_candidate(const smla_policy &policy, const smla_work &work, int lane,
                                      int32_t *each)
 {
@@ -1034,23 +1051,25 @@ SMLA_HD uint32_t smla_even_candidate(const smla_policy &policy, const smla_work 
     if (items > policy.parts) return UINT32_MAX;
     /* x blocks make at most (x + each - 1) / each splits */
     const int64_t spare = policy.parts - items;
-    const int64_t surely = spare == 0 ? work.longest : smla_max((int64_t)1, smla_div_up(blocks - items, spare));
-    const int64_t most = smla_div(policy.parts, items); /* splits of one item, if all were as long */
-    int64_t size = smla_min(surely, smla_div_up(work.longest, most)) + (lane - 16);
+    int64_t surely = work.longest;
+    if (spare > 0) surely = smla_max((int64_t)1, smla_div_up<Int>(blocks - items, spare));
+    const int64_t most = smla_div_as<Int>(policy.parts, items); /* splits of one item, if all were as long */
+    int64_t size = smla_min(surely, smla_div_up<Int>(work.longest, most)) + (lane - 16);
     if (lane < 16) {
-        size = smla_div_up(work.longest, lane + 1);
+        size = smla_div_up<Int>(work.longest, lane + 1);
         if (lane >= most && size < surely) return UINT32_MAX;
     }
     size = smla_min(size, work.longest);
     *each = (int32_t)size;
-    const int64_t splits = smla_min(smla_div(blocks, size) + items,
-                                    smla_div_up(work.longest, size) * items);
+    const int64_t splits = smla_min(smla_div_as<Int>(blocks, size) + items,
+                                    smla_div_up<Int>(work.longest, size) * items);
     const int64_t partials = size == work.longest ? 0 : smla_min(splits, (int64_t)policy.parts);
     return (uint32_t)smla_min(smla_score(policy, size + smla_kOverheadBlocks, partials),
                               (int64_t)UINT32_MAX);
 }
 
 /* How the list is dealt out; even_* are those of the best candidate. */
+template <typename Int>
 SMLA_HD smla_rule smla_decide(const smla_policy &policy, const smla_work &work, int32_t even_each,
                               uint32_t even_score)
 {
@@ -1060,10 +1079,10 @@ SMLA_HD smla_rule smla_decide(const smla_policy &policy, const smla_work &work, 
         (int64_t)1, (work.blocks + work.charges * smla_kOverheadBlocks) * policy.groups
                         - smla_kOverheadBlocks);
     int64_t used = smla_min(parts, line);
-    int64_t stretch = smla_div_up(line, used);
-    used = smla_div_up(line, stretch); /* as many as the longest stretch, rounded up, asks for */
+    int64_t stretch = smla_div_up<Int>(line, used);
+    used = smla_div_up<Int>(line, stretch); /* as many as the longest stretch, rounded up, asks for */
     smla_rule rule = {smla_kLine, (int32_t)used, 0, 0, 0, 0};
-    rule.stretch = smla_div(line, used);
+    rule.stretch = smla_div_as<Int>(line, used);
     rule.rest = line - rule.stretch * used;
     if (policy.split_blocks > 0) return rule;
 
@@ -1077,9 +1096,9 @@ SMLA_HD smla_rule smla_decide(const smla_policy &policy, const smla_work &work, 
         best = snapped;
     }
     if (items > parts) {
-        const int64_t each = smla_div_up(items, parts);
+        const int64_t each = smla_div_up<Int>(items, parts);
         if (smla_score(policy, each * (work.longest + smla_kOverheadBlocks), 0) <= best)
-            rule = {smla_kWhole, (int32_t)smla_div_up(items, each), (int32_t)each, 0, 0, 0};
+            rule = {smla_kWhole, (int32_t)smla_div_up<Int>(items, each), (int32_t)each, 0, 0, 0};
     } else if (even_score < UINT32_MAX && even_score <= best) {
         rule = {smla_kEven, 0, even_each, 0, 0, 0};
     }
@@ -1089,7 +1108,8 @@ SMLA_HD smla_rule smla_decide(const smla_policy &policy, const smla_work &work, 
 /* What an item takes on the line: EVEN counts in splits, LINE in blocks and overheads. */
 SMLA_HD int64_t smla_item_length(const smla_policy &policy, const smla_rule &rule, int32_t blocks)
 {
-    if (rule.deal == smla_kEven) return smla_max((int64_t)1, smla_div_up(blocks, rule.each));
+    if (rule.deal == smla_kEven) /* both below 2^26 */
+        return smla_max((int64_t)1, smla_div_up<uint32_t>(blocks, rule.each));
     return smla_max(1, blocks) + (int64_t)smla_charges_of(policy, blocks) * smla_kOverheadBlocks;
 }
 
@@ -1195,11 +1215,27 @@ SMLA_DEV int64_t smla_warp_scan(int64_t x) /* inclusive */
     return x;
 }
 
-/* Exclusive prefix sum over the block; every thread also gets the total. */
-SMLA_DEV int64_t smla_block_scan(int64_t x, int64_t (&warp_total)[32], int64_t *total)
+/* The threads that share the requests among them: the block, or, where a warp's lanes suffice, every
+   warp for itself, which saves waiting for others. */
+struct smla_team {
+    bool warp;
+    int rank, size;
+};
+
+SMLA_DEV void smla_sync(const smla_team &team)
+{
+    if (team.warp) __syncwarp();
+    else __syncthreads();
+}
+
+/* Exclusive prefix sum over the team; every thread also gets the total. */
+SMLA_DEV int64_t smla_team_scan(const smla_team &team, int64_t x, int64_t (&warp_total)[32],
+                                int64_t *total)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int64_t sum = smla_warp_scan(x);
+    *total = __shfl_sync(~0u, sum, 31);
+    if (team.warp) return sum - x;
     if (lane == 31) warp_total[warp] = sum;
     __syncthreads();
     const int64_t totals = smla_warp_scan(lane < warps ? warp_total[lane] : 0);
@@ -1208,24 +1244,45 @@ SMLA_DEV int64_t smla_block_scan(int64_t x, int64_t (&warp_total)[32], int64_t *
     return (warp == 0 ? 0 : before) + sum - x;
 }
 
-SMLA_DEV smla_work smla_block_work(const smla_work &mine, smla_work (&warp_work)[32])
+SMLA_DEV smla_work smla_warp_work(const smla_work &w)
 {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    smla_work w = {smla_warp_sum(mine.blocks), smla_warp_sum(mine.charges),
-                   (int64_t)__reduce_max_sync(~0u, (uint32_t)mine.longest)};
-    if (lane == 0) warp_work[warp] = w;
-    __syncthreads();
-    w = lane < warps ? warp_work[lane] : smla_work{0, 0, 0};
     return {smla_warp_sum(w.blocks), smla_warp_sum(w.charges),
             (int64_t)__reduce_max_sync(~0u, (uint32_t)w.longest)};
 }
 
+SMLA_DEV smla_work smla_team_work(const smla_team &team, const smla_work &mine,
+                                  smla_work (&warp_work)[32])
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const smla_work w = smla_warp_work(mine);
+    if (team.warp) return w;
+    if (lane == 0) warp_work[warp] = w;
+    __syncthreads();
+    return smla_warp_work(lane < warps ? warp_work[lane] : smla_work{0, 0, 0});
+}
+
+/* The best rule, the same in all threads; a warp's lanes try the candidates for EVEN. */
+template <typename Int>
+SMLA_DEV smla_rule smla_best_rule(const smla_policy &policy, const smla_work &work)
+{
+    int32_t each = 0;
+    uint32_t score = UINT32_MAX;
+    if (policy.split_blocks == 0 && policy.batch * policy.groups <= policy.parts) {
+        const uint32_t mine = smla_even_candidate<Int>(policy, work, threadIdx.x & 31, &each);
+        score = __reduce_min_sync(~0u, mine);
+        each = __shfl_sync(~0u, each, __ffs(__ballot_sync(~0u, mine == score)) - 1);
+    }
+    return smla_decide<Int>(policy, work, each, score);
+}
+
 /* The request at `place`, in the lengths of one item each; line[t] is where the run of thread t begins.
    Returns the request's begin and length, too. */
-SMLA_DEV int64_t smla_request_at(const smla_plan_params &p, const smla_rule &rule,
-                                 const int64_t *line, int64_t place, int64_t *begin, int64_t *length)
+SMLA_DEV int64_t smla_request_at(const smla_plan_params &p, const smla_team &team,
+                                 const smla_rule &rule, const int64_t *line, int64_t place,
+                                 int64_t *begin, int64_t *length)
 {
-    int lo = 0, hi = blockDim.x - 1; /* the last run that begins at or before; empty ones come last */
+    /* the last run that begins at or before; empty ones come last */
+    int lo = 0, hi = p.run == 1 ? (int)p.policy.batch - 1 : team.size - 1;
     while (lo < hi) {
         const int middle = (lo + hi + 1) / 2;
         if (line[middle] <= place) lo = middle;
@@ -1245,15 +1302,18 @@ SMLA_DEV int64_t smla_request_at(const smla_plan_params &p, const smla_rule &rul
     return request;
 }
 
-static __global__ void __launch_bounds__(smla_kPlanThreads)
+static __global__ void __launch_bounds__(smla_kPlanThreads, 1)
 snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
 {
     __shared__ smla_work warp_work[32];
     __shared__ int64_t line_total[32], split_total[32];
-    __shared__ int64_t line[smla_kPlanThreads + 1];
+    __shared__ int64_t lines[smla_kPlanThreads + 32]; /* one, or one for each warp */
     __shared__ smla_cut cuts[smla_kMaxParts + 1];
     const smla_policy &policy = p.policy;
-    const int t = threadIdx.x;
+    const smla_team team = policy.batch <= 32 ? smla_team{true, (int)threadIdx.x & 31, 32}
+                                              : smla_team{false, (int)threadIdx.x, (int)blockDim.x};
+    int64_t *line = lines + (team.warp ? (threadIdx.x >> 5) * 33 : 0);
+    const int t = team.rank;
     const int64_t from = smla_min((int64_t)t * p.run, policy.batch);
     const int64_t to = smla_min(from + p.run, policy.batch);
 
@@ -1267,15 +1327,9 @@ snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
         smla_add_work(policy, blocks, &work);
         splits += smla_splits_of(policy, blocks);
     }
-    work = smla_block_work(work, warp_work);
-    int32_t each = 0;
-    uint32_t score = UINT32_MAX;
-    if (policy.split_blocks == 0 && policy.batch * policy.groups <= policy.parts) {
-        const uint32_t mine = smla_even_candidate(policy, work, t & 31, &each);
-        score = __reduce_min_sync(~0u, mine);
-        each = __shfl_sync(~0u, each, __ffs(__ballot_sync(~0u, mine == score)) - 1);
-    }
-    const smla_rule rule = smla_decide(policy, work, each, score);
+    work = smla_team_work(team, work, warp_work);
+    const smla_rule rule = smla_is_small(policy, work) ? smla_best_rule<uint32_t>(policy, work)
+                                                       : smla_best_rule<int64_t>(policy, work);
 
     /* 2. The line, and the borders on it. */
     int32_t used = rule.used;
@@ -1286,19 +1340,19 @@ snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
             for (int64_t b = from; b < to; ++b)
                 length += smla_item_length(policy, rule,
                                            smla_item_blocks(policy, __ldg(&p.seq_lens[b])));
-        line[t] = smla_block_scan(length, line_total, &total);
-        if (t == 0) line[blockDim.x] = total;
+        line[t] = smla_team_scan(team, length, line_total, &total);
+        if (t == 0) line[team.size] = total;
         if (rule.deal == smla_kEven) used = (int32_t)(total * policy.groups);
-        __syncthreads();
+        smla_sync(team);
     }
-    for (int i = t; i <= policy.parts; i += blockDim.x) {
+    for (int i = threadIdx.x; i <= policy.parts; i += blockDim.x) {
         smla_cut cut;
         if (!smla_plain_cut(policy, rule, i, used, &cut)) {
             const int64_t position = smla_border(rule, i);
             int64_t begin, length;
             const int64_t request = smla_request_at(
-                p, rule, line, policy.groups == 1 ? position : smla_div(position, policy.groups),
-                &begin, &length);
+                p, team, rule, line,
+                policy.groups == 1 ? position : smla_div(position, policy.groups), &begin, &length);
             cut = smla_cut_at(policy, rule, request, begin, length, position);
         }
         cuts[i] = cut;
@@ -1306,10 +1360,11 @@ snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
     __syncthreads();
 
     /* 3. The parts. */
-    for (int i = t; i < policy.parts; i += blockDim.x)
+    for (int i = threadIdx.x; i < policy.parts; i += blockDim.x)
         p.part[i] = smla_part_between(policy, rule, cuts, i);
     if (policy.split_blocks == 0) return;
-    int64_t total_splits, before = smla_block_scan(splits, split_total, &total_splits);
+    int64_t total_splits, before = smla_team_scan(team, splits, split_total, &total_splits);
+    if (team.warp && threadIdx.x >= 32) return; /* all warps know, the first one writes */
     for (int64_t b = from; b < to; ++b) {
         p.split_begin[b] = before;
         before += smla_splits_of(policy, smla_item_blocks(policy, __ldg(&p.seq_lens[b])));
@@ -3860,7 +3915,7 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
     } else { /* n splits take at most n / 2 times the tasks of a list of two */
         tasks = (int64_t)p.policy.parts * smla_combine_tasks(2, rows);
     }
-    const int64_t blocks = smla_min(tasks, 4 * (int64_t)p.policy.parts * p.group);
+    const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
     void *arguments[] = {(void *)&p, &rows, &item_tasks};
     const cudaError_t before = cudaPeekAtLastError();
     cudaLaunchAttribute attribute = {};
