@@ -952,7 +952,7 @@ struct smla_policy {
     int part_rows;    /* rows that the tiles of a part hold */
 };
 
-struct smla_part { /* items first .. last, empty if first > last */
+struct alignas(16) smla_part { /* items first .. last, empty if first > last */
     int64_t first, last;
     int32_t begin;  /* token at which the first item begins */
     int32_t end;    /* token at which the last item ends, or smla_kToEnd */
@@ -960,6 +960,12 @@ struct smla_part { /* items first .. last, empty if first > last */
                        this one on, that share it, none of them empty; else 0 */
     int32_t pad;
 };
+
+/* The request of an item; there is mostly one group. */
+SMLA_HD int64_t smla_request_of(const smla_policy &policy, int64_t item)
+{
+    return policy.groups == 1 ? item : (int64_t)((uint32_t)item / (uint32_t)policy.groups);
+}
 
 struct smla_cut { /* a border in the list of work: token `token` of item `item` */
     int32_t item, token;
@@ -1455,7 +1461,7 @@ SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, i
     const smla_part part = p.part[index];
     const int32_t stop = c.item == part.last ? part.end : smla_kToEnd;
     smla_split s;
-    s.request = c.item / p.policy.groups;
+    s.request = smla_request_of(p.policy, c.item);
     const int64_t tile_group = c.item - s.request * p.policy.groups;
     s.tile = (int32_t)(tile_group * p.group + member);
     s.len = smla_request_len(p, s.request);
@@ -1478,7 +1484,7 @@ SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_curso
     const int64_t split_tokens = (int64_t)p.policy.split_blocks * smla_kBlock;
     if (split_tokens > 0) {
         const smla_part part = p.part[index];
-        const int64_t request = c.item / p.policy.groups, next = c.begin + split_tokens;
+        const int64_t request = smla_request_of(p.policy, c.item), next = c.begin + split_tokens;
         const int64_t splits = p.split_begin[request + 1] - p.split_begin[request];
         if (next < splits * split_tokens && (c.item != part.last || next < part.end)) {
             c.begin = (int32_t)next;
@@ -3131,7 +3137,7 @@ struct smla_split_list {
 SMLA_HD smla_split_list smla_find_splits(const smla_decode_params &p, int64_t index)
 {
     if (p.policy.split_blocks > 0) { /* index = item */
-        const int64_t request = index / p.policy.groups;
+        const int64_t request = smla_request_of(p.policy, index);
         const int64_t tile_group = index - request * p.policy.groups;
         const int64_t count = p.split_begin[request + 1] - p.split_begin[request];
         return {index, p.split_begin[request] * p.policy.groups + tile_group * count, -1,
@@ -3284,7 +3290,7 @@ SMLA_DEV void smla_combine_task(smla_combine_smem &sm, const smla_decode_params 
     const int log_ways = smla_combine_ways(list.count), ways = 1 << log_ways, way = warp & (ways - 1);
     const int32_t unit = (int32_t)(task * (smla_kCombineWarps >> log_ways)) + (warp >> log_ways);
     const int32_t r = unit / smla_kSlices, dim = unit % smla_kSlices * smla_kSlice + 4 * lane;
-    const int64_t request = list.item / p.policy.groups;
+    const int64_t request = smla_request_of(p.policy, list.item);
     const int64_t tile_group = list.item - request * p.policy.groups;
     const int64_t row = tile_group * p.group * p.tile_rows + r;
     const bool live = r < rows && row < p.rows;
@@ -3321,12 +3327,15 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
     /* The plan is older than the decode kernel, which this one may overlap up to the wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
+    int64_t task = blockIdx.x, in_list = task;
+    smla_split_list list = {};
+    if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
-    for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-        int64_t in_list = task;
-        const smla_split_list list = smla_combine_list(sm, p, item_tasks, &in_list);
+    while (task < tasks) {
         if (in_list < smla_combine_tasks(list.count, rows))
             smla_combine_task(sm, p, list, in_list, rows);
+        in_list = task += gridDim.x;
+        if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     }
 }
 
