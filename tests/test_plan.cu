@@ -488,6 +488,31 @@ static void test_checker_refuses(void **state)
 }
 
 /* ================================================================================================
+   Combine: its tasks hold every slice of every row, and the runs of its warps every split, once
+   ============================================================================================== */
+static void test_combine_tasks(void **state)
+{
+    (void)state;
+    for (int32_t count = 0; count <= 3000; count++) {
+        const int ways = 1 << smla_combine_ways(count), at_once = smla_kCombineWarps / ways;
+        int32_t next = 0;
+        for (int way = 0; way < ways; way++) {
+            const int32_t from = count * way / ways, to = count * (way + 1) / ways;
+            TU_CHECK(from == next && (count < 2 || to > from), "%d splits, run %d", count, way);
+            next = to;
+        }
+        TU_CHECK_INT(next, count);
+        for (int32_t rows = 1; rows <= 512; rows += 1 + rows / 20) {
+            const int64_t tasks = smla_combine_tasks(count, rows), slices = rows * smla_kSlices;
+            if (count < 2) TU_CHECK_INT(tasks, 0);
+            else
+                TU_CHECK(tasks * at_once >= slices && (tasks - 1) * at_once < slices,
+                         "%d splits, %d rows: %lld tasks", count, rows, (long long)tasks);
+        }
+    }
+}
+
+/* ================================================================================================
    How well the work is dealt: named cases on 132 SMs, Hopper's shapes
    ============================================================================================== */
 typedef struct named {
@@ -659,7 +684,8 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_balanced),        cmocka_unit_test(test_fixed_splits),
         cmocka_unit_test(test_edges),           cmocka_unit_test(test_checker_refuses),
-        cmocka_unit_test(test_named_cases),     cmocka_unit_test(test_kernel_is_the_twin),
+        cmocka_unit_test(test_combine_tasks),   cmocka_unit_test(test_named_cases),
+        cmocka_unit_test(test_kernel_is_the_twin),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("plan", tests, NULL, NULL);
