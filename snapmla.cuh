@@ -3324,7 +3324,9 @@ static __global__ void __launch_bounds__(smla_kCombineThreads)
 snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows, int64_t item_tasks)
 {
     __shared__ smla_combine_smem sm;
-    /* The plan is older than the decode kernel, which this one may overlap up to the wait. */
+    /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
+       have started, and where decode itself overlaps the plan, it must not call
+       smla_launch_dependents() before its own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
     int64_t task = blockIdx.x, in_list = task;
@@ -3461,6 +3463,30 @@ static inline snapmla_result smla_launch(const void *kernel, int64_t blocks, int
     if (error == cudaSuccess)
         error = cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
                                  smem_bytes, stream);
+    return smla_cuda(before, error);
+}
+
+/* The same for a kernel with a griddepcontrol.wait in it: its CTAs start, up to the wait, when those of
+   the kernel before have all called smla_launch_dependents() or ended.  Only for code of compute
+   capability 9.0 and newer: where there is no such instruction, nothing would be waited for. */
+static inline snapmla_result smla_launch_overlapping(const void *kernel, int64_t blocks, int threads,
+                                                     size_t smem_bytes, cudaStream_t stream,
+                                                     void **arguments)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    cudaError_t error = cudaSuccess;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (smem_bytes > 48 * 1024) error = smla_allow_smem(kernel, smem_bytes);
+    if (error == cudaSuccess) error = cudaLaunchKernelExC(&config, kernel, arguments);
     return smla_cuda(before, error);
 }
 
@@ -3926,18 +3952,9 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
     }
     const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
     void *arguments[] = {(void *)&p, &rows, &item_tasks};
-    const cudaError_t before = cudaPeekAtLastError();
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3(smla_kCombineThreads);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
-    return smla_cuda(before, cudaLaunchKernelExC(&config, (const void *)snapmla_combine_kernel,
-                                                 arguments));
+    const void *kernel = (const void *)snapmla_combine_kernel;
+    return overlap ? smla_launch_overlapping(kernel, blocks, smla_kCombineThreads, 0, stream, arguments)
+                   : smla_launch(kernel, blocks, smla_kCombineThreads, 0, stream, arguments);
 }
 
 /* One warp a row. */

@@ -1,6 +1,6 @@
-/* test_gpu_graph.c - captured steps that replay over other lengths, tables and queries, and steps that
-   share plan and workspace without a wait between them: what one kernel writes, the next one must
-   not read early.  All run for the path in gpu_path. */
+/* test_gpu_graph.c - captured steps that replay over other lengths, tables and queries, and steps
+   that share plan and workspace without a wait between them: what one kernel writes, the next one
+   must not read early.  All run for the path in gpu_path; `test_gpu graph` runs these alone. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -35,19 +35,25 @@ typedef struct captured {
     cudaStream_t stream;
     cudaGraphExec_t exec;
     size_t nodes;
+    gpu_mem scratch;
 } captured;
 
-/* Plan once, then decode for each stage. */
+/* Plan once, then decode for each stage; before every other one a copy, since the node before a
+   decode need not be a kernel. */
 static captured capture(stage *const *layers, int n)
 {
     captured c;
     cudaGraph_t graph;
     memset(&c, 0, sizeof c);
+    c.scratch = gpu_new(512, 0, 0);
     CUDA(cudaStreamCreateWithFlags(&c.stream, cudaStreamNonBlocking));
     CUDA(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeGlobal));
     for (int i = 0; i < n; i++) {
         layers[i]->desc.step.stream = c.stream;
         if (i == 0) OK(snapmla_plan(&layers[i]->desc.step));
+        if (i % 2)
+            CUDA(cudaMemcpyAsync(c.scratch.at, c.scratch.at + 256, 256, cudaMemcpyDeviceToDevice,
+                                 c.stream));
         OK(snapmla_decode(&layers[i]->desc));
     }
     CUDA(cudaStreamEndCapture(c.stream, &graph));
@@ -61,6 +67,7 @@ static void uncapture(captured *c)
 {
     CUDA(cudaGraphExecDestroy(c->exec));
     CUDA(cudaStreamDestroy(c->stream));
+    gpu_delete(&c->scratch);
 }
 
 /* Lengths of replay i: all kinds up to the width of the table, which the first request can fill. */
@@ -82,7 +89,7 @@ static void replay_lens(tu_rng *rng, int i, int batch, const int32_t *most, int3
 
 /* Between replays all that may change does: lengths, table rows (requests swap their pages), queries.
    Each replay must give the bits of an ordinary run, and the values of the reference. */
-static void test_everything_changes(void **state)
+static void test_graph_everything_changes(void **state)
 {
     (void)state;
     gpu_need();
@@ -129,7 +136,7 @@ static void test_everything_changes(void **state)
 /* Layers with queries and outputs of their own share one plan and one workspace, back to back: a
    combine that read early would merge sums of the layer before, and a decode that wrote early would
    spoil those of the layer before. */
-static void test_layers_share_a_workspace(void **state)
+static void test_graph_layers_share_a_workspace(void **state)
 {
     (void)state;
     gpu_need();
@@ -181,9 +188,9 @@ static void test_layers_share_a_workspace(void **state)
     }
 }
 
-/* Two steps of other lengths in turn, on one plan and one workspace, nothing waited for: a plan must not
+/* Steps of other lengths in turn, on one plan and one workspace, nothing waited for: a plan must not
    be overwritten while the combine of the step before still goes by it. */
-static void test_plans_in_turn(void **state)
+static void test_graph_plans_in_turn(void **state)
 {
     (void)state;
     gpu_need();
@@ -233,7 +240,7 @@ static void test_plans_in_turn(void **state)
 
 /* All ways of dealing work out, cut and not, against the reference: many splits of few rows, few of
    many, requests that end exactly at a part's border. */
-static void test_ways_of_dealing(void **state)
+static void test_graph_ways_of_dealing(void **state)
 {
     (void)state;
     gpu_need();
@@ -266,10 +273,10 @@ static void test_ways_of_dealing(void **state)
 int run_graph_tests(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_everything_changes),
-        cmocka_unit_test(test_layers_share_a_workspace),
-        cmocka_unit_test(test_plans_in_turn),
-        cmocka_unit_test(test_ways_of_dealing),
+        cmocka_unit_test(test_graph_everything_changes),
+        cmocka_unit_test(test_graph_layers_share_a_workspace),
+        cmocka_unit_test(test_graph_plans_in_turn),
+        cmocka_unit_test(test_graph_ways_of_dealing),
     };
     return cmocka_run_group_tests_name("graphs", tests, NULL, NULL);
 }
