@@ -4,7 +4,7 @@
        nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a examples/bench.cu -o bench
        ./bench                                          a headline set, about ten seconds
        ./bench --heads 16,64,128 --kv 4K,16K,128K --batch 32
-       ./bench --latency                                small batches, plan, fixed cost; 30 seconds
+       ./bench --latency                                small batches, plan, fixed cost: a minute
 
    Lists make a grid; K and M mean 1024 and 1024 * 1024.
        --heads --s-q --batch --kv --page    lists; defaults 16,64,128; 1; 64; 16K; 64
