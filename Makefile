@@ -50,7 +50,7 @@ demo:
 test:
 	@tests/run.sh
 
-examples: build/01_minimal build/02_from_c build/bench build/tiny_mla
+examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/tiny_mla
 
 bench: build/bench
 	build/bench
@@ -66,6 +66,9 @@ build build/arch:
 
 # --- examples ---
 build/01_minimal: examples/01_minimal.cu $(headers) | build
+	$(nvcc) $(run_code) -o $@ $<
+
+build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
 build/bench: examples/bench.cu $(headers) | build
@@ -113,6 +116,12 @@ build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_
 
 build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h $(headers) | build
 	$(c99) -c -o $@ $<
+
+build/test_plan.o: tests/test_plan.cu tests/test_util.h snapmla.cuh | build
+	$(nvcc) $(run_code) -c -o $@ $<
+
+build/test_plan: build/test_plan.o | build/libcmocka.so.0
+	$(CXX) -o $@ $^ $(cmocka) $(cudart)
 
 build/test_api: build/test_api.o build/impl.o | build/libcmocka.so.0
 	$(CXX) -o $@ $^ $(cmocka) $(cudart)

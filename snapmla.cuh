@@ -108,15 +108,17 @@
        Measured errors: README.md and tests/.  The reference is snapmla_ref.h.
 
    HOW IT WORKS
-       snapmla_plan     one block: prefix sums over the lengths, then equal stretches of work, "parts",
-                        one for each group of CTAs; a request may be cut between parts
+       snapmla_plan     one block: sums over the lengths, then equal stretches of work, "parts", one for
+                        each group of CTAs; a request is cut between parts where that saves more time
+                        than merging its splits takes
        decode kernel    a CTA walks over its part, split by split; whole requests are written as BF16,
                         cut ones as f32 partial sums
            >>general    cache --cp.async--> two stages --e4m3 to f16--> mma.sync scores
                         --> base-2 softmax, P to e4m3 --> mma.sync values --> f32 sums
            >>hopper     load warp --TMA--> four stages --> softmax warpgroup: wgmma scores, P to e4m3
                         --> two values warpgroups: V turned in registers, wgmma, f32 sums
-       combine          merges the splits of a cut request in ascending order
+       combine          merges the splits of cut requests in ascending order; on the Hopper path it
+                        starts while decode ends
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
@@ -478,6 +480,9 @@ SMLA_CONST int smla_kHopperGroup = 4;
 SMLA_CONST int smla_kHopperPage = 64; /* least page size of the Hopper path */
 /* what starting and ending a split costs, in blocks of tokens */
 SMLA_CONST int smla_kOverheadBlocks = 2;
+/* rows of partial results that are written, read and merged in the time of a block: 4 KB each at
+   4 to 5 TB/s in about 1 us */
+SMLA_CONST int smla_kMergeRows = 1024;
 
 SMLA_CONST float smla_kLog2e = 1.4426950408889634f;
 SMLA_CONST float smla_kLn2 = 0.6931471805599453f;
@@ -541,6 +546,25 @@ SMLA_DEV void smla_mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* griddepcontrol.launch_dependents;   PTX ISA "griddepcontrol", 7.8, sm_90.
+   Once all CTAs have said this or ended, the next kernel may start, if it was launched to overlap this
+   one: its CTAs take the place of those that end.  Nothing written is promised to be visible. */
+SMLA_DEV void smla_launch_dependents()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* griddepcontrol.wait;   until the kernel before this one has ended and its writes are visible; at
+   once, if this one was not launched to overlap it. */
+SMLA_DEV void smla_griddepcontrol_wait()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 SMLA_DEV float smla_ex2(float x) /* 2^x; -inf gives 0 */
@@ -902,185 +926,456 @@ snapmla_fetch_kernel(const __grid_constant__ smla_fetch_params p)
 
    The rows of a request (query tokens x heads) are cut into tiles; `group` tiles run side by side on
    as many CTAs, a *part*, so that they meet in L2 on the same pages.  A request with more tiles than
-   that appears `groups` times in the list of work.  Item i of the list is request i / groups, tile
-   group i % groups, and costs its blocks of tokens plus an overhead per split.  The list's total cost
-   is cut into equal stretches, one a part: a part begins and ends somewhere inside an item, on a block
-   border (balanced policy) or on a multiple of split_tokens (fixed policy).
+   that appears `groups` times in the list of work: item i of the list is request i / groups, tile
+   group i % groups.  A part works on a stretch of the list, and where a stretch begins or ends inside
+   an item, on a block border, the item is *cut*: its parts leave partial results to be merged.
+
+   Times are counted in blocks, the time that a CTA takes for a block of 64 tokens.  A split costs
+   smla_kOverheadBlocks on top of its blocks, and a cut costs the writing, reading and merging of the
+   partial results: a block for each smla_kMergeRows rows of them, and one for the merge as such.
+   Three ways to deal the list out are open, and smla_decide() takes the quickest by that count:
+     WHOLE  the same number of whole items for every part; nothing is cut
+     EVEN   every item in splits of at most so many blocks, each split a part of its own
+     LINE   items laid end to end on a line, each as long as it costs, and the line cut into equal
+            stretches; a border near an item's own border moves there
+   With split_tokens fixed by the caller it is always LINE, on borders of splits.
+
+   All of it is integer arithmetic in functions that run on the CPU as well, where tests/test_plan.cu
+   holds them to the promises: every token in one split, no split empty, no part much longer than its
+   share.
    ============================================================================================== */
 struct smla_policy {
-    int64_t batch, groups;
+    int64_t batch, groups; /* batch * groups items, at most 2^30 */
     int parts;
     int max_seq_len;
     int split_blocks; /* 0 = balanced; else every item is cut at multiples of this */
+    int part_rows;    /* rows that the tiles of a part hold */
 };
 
-struct smla_part { /* items first .. last, empty if first > last */
+struct alignas(16) smla_part { /* items first .. last, empty if first > last */
     int64_t first, last;
     int32_t begin;  /* token at which the first item begins */
     int32_t end;    /* token at which the last item ends, or smla_kToEnd */
     int32_t splits; /* balanced: if the last item begins here and is cut, the number of parts, from
-                       this one on, that share it; else 0 */
+                       this one on, that share it, none of them empty; else 0 */
     int32_t pad;
 };
 
+/* The request of an item; there is mostly one group. */
+SMLA_HD int64_t smla_request_of(const smla_policy &policy, int64_t item)
+{
+    return policy.groups == 1 ? item : (int64_t)((uint32_t)item / (uint32_t)policy.groups);
+}
+
 struct smla_cut { /* a border in the list of work: token `token` of item `item` */
-    int64_t item;
-    int32_t token;
+    int32_t item, token;
+    int32_t sharers; /* EVEN, at the begin of an item: the number of its parts */
 };
 
-SMLA_HD int64_t smla_splits_of(const smla_policy &policy, int64_t blocks)
+struct smla_work { /* sums over the requests */
+    int64_t blocks;  /* of tokens; an empty request counts as one, since zeros must be written */
+    int64_t charges; /* overheads in the length of the line */
+    int64_t longest; /* blocks of the longest request, at least 1 */
+};
+
+enum smla_deal { smla_kWhole, smla_kEven, smla_kLine };
+
+struct smla_rule {
+    smla_deal deal;
+    int32_t used;          /* parts that get work; EVEN: known when the splits are counted */
+    int32_t each;          /* WHOLE: items of a part; EVEN: blocks of a split */
+    int32_t snap;          /* LINE: a split of so few blocks goes to the part beside */
+    int64_t stretch, rest; /* LINE: a part's share of the line and what is left over of all */
+};
+
+SMLA_HD int32_t smla_item_blocks(const smla_policy &policy, int32_t seq_len)
+{
+    const int32_t len = smla_max(0, smla_min(seq_len, policy.max_seq_len));
+    return len / smla_kBlock + (len % smla_kBlock != 0);
+}
+
+/* Splits of one item under the fixed policy. */
+SMLA_HD int32_t smla_splits_of(const smla_policy &policy, int32_t blocks)
 {
     if (policy.split_blocks == 0 || blocks == 0) return 1;
-    return smla_ceil_div(blocks, policy.split_blocks);
+    return (int32_t)((uint32_t)(blocks + policy.split_blocks - 1) / (uint32_t)policy.split_blocks);
 }
 
-SMLA_HD int64_t smla_item_blocks(const smla_policy &policy, int32_t seq_len)
+SMLA_HD int32_t smla_charges_of(const smla_policy &policy, int32_t blocks)
 {
-    return smla_ceil_div(smla_max(0, smla_min(seq_len, policy.max_seq_len)), smla_kBlock);
+    return blocks == 0 ? 0 : smla_splits_of(policy, blocks);
 }
 
-SMLA_HD int64_t smla_item_cost(const smla_policy &policy, int64_t blocks)
+SMLA_HD void smla_add_work(const smla_policy &policy, int32_t blocks, smla_work *work)
 {
-    if (blocks == 0) return 1; /* its zeros must still be written */
-    return blocks + smla_splits_of(policy, blocks) * smla_kOverheadBlocks;
+    work->blocks += smla_max(1, blocks);
+    work->charges += smla_charges_of(policy, blocks);
+    work->longest = smla_max(work->longest, (int64_t)blocks);
 }
 
-/* The token at which an item is cut when `cost` of it (< its whole cost) goes to the part before. */
-SMLA_HD int32_t smla_token_at(const smla_policy &policy, int64_t cost)
+/* 64-bit operands whose quotients are nearly always those of 32-bit ones. */
+SMLA_HD int64_t smla_div(int64_t a, int64_t b)
 {
-    if (policy.split_blocks > 0) {
-        const int64_t split = cost / (policy.split_blocks + smla_kOverheadBlocks);
-        return (int32_t)(split * policy.split_blocks * smla_kBlock);
+    if (((a | b) >> 32) == 0) return (int64_t)((uint32_t)a / (uint32_t)b);
+    return a / b;
+}
+
+/* The same where all operands are known to fit Int = uint32_t, or not: int64_t. */
+template <typename Int> SMLA_HD int64_t smla_div_as(int64_t a, int64_t b)
+{
+    return (int64_t)((Int)a / (Int)b);
+}
+
+template <typename Int> SMLA_HD int64_t smla_div_up(int64_t a, int64_t b)
+{
+    return smla_div_as<Int>(a + b - 1, b);
+}
+
+/* Everything that smla_even_candidate() and smla_decide() divide fits 32 bits. */
+SMLA_HD bool smla_is_small(const smla_policy &policy, const smla_work &work)
+{
+    return (work.blocks + (work.charges + 1) * smla_kOverheadBlocks) * policy.groups
+               + policy.parts < INT_MAX;
+}
+
+/* A time in units of a block / smla_kMergeRows. */
+SMLA_HD int64_t smla_score(const smla_policy &policy, int64_t blocks, int64_t partials)
+{
+    const int64_t merge = partials == 0 ? 0 : partials * policy.part_rows + smla_kMergeRows;
+    return blocks * smla_kMergeRows + merge;
+}
+
+/* Candidate `lane` of 32 for EVEN: blocks of a split, and its score, UINT32_MAX if it is none.  The
+   first half tries 1, 2, 3 .. splits of the longest request, the other half the shortest splits that
+   surely suffice and longer ones, which need fewer merges. */
+template <typename Int>
+SMLA_HD uint32_t smla_even_candidate(const smla_policy &policy, const smla_work &work, int lane,
+                                     int32_t *each)
+{
+    const int64_t items = policy.batch * policy.groups, blocks = work.blocks * policy.groups;
+    *each = (int32_t)work.longest;
+    if (items > policy.parts) return UINT32_MAX;
+    /* x blocks make at most (x + each - 1) / each splits */
+    const int64_t spare = policy.parts - items;
+    int64_t surely = work.longest;
+    if (spare > 0) surely = smla_max((int64_t)1, smla_div_up<Int>(blocks - items, spare));
+    const int64_t most = smla_div_as<Int>(policy.parts, items); /* splits of one item, if all were as long */
+    int64_t size = smla_min(surely, smla_div_up<Int>(work.longest, most)) + (lane - 16);
+    if (lane < 16) {
+        size = smla_div_up<Int>(work.longest, lane + 1);
+        if (lane >= most && size < surely) return UINT32_MAX;
     }
-    return (int32_t)(smla_max((int64_t)0, cost - smla_kOverheadBlocks) * smla_kBlock);
+    size = smla_min(size, work.longest);
+    *each = (int32_t)size;
+    const int64_t splits = smla_min(smla_div_as<Int>(blocks, size) + items,
+                                    smla_div_up<Int>(work.longest, size) * items);
+    const int64_t partials = size == work.longest ? 0 : smla_min(splits, (int64_t)policy.parts);
+    return (uint32_t)smla_min(smla_score(policy, size + smla_kOverheadBlocks, partials),
+                              (int64_t)UINT32_MAX);
 }
 
-/* The border before part `part` of `used`.  cost_begin[b] is the cost of one item of all requests
-   before b, so the items of request b begin at groups * cost_begin[b]. */
-SMLA_HD smla_cut smla_cut_before(const smla_policy &policy, const int64_t *cost_begin, int part,
-                                 int used)
+/* How the list is dealt out; even_* are those of the best candidate. */
+template <typename Int>
+SMLA_HD smla_rule smla_decide(const smla_policy &policy, const smla_work &work, int32_t even_each,
+                              uint32_t even_score)
 {
-    smla_cut cut = {0, 0};
-    if (part == 0) return cut;
-    if (part >= used) {
-        cut.item = policy.batch * policy.groups;
-        return cut;
+    const int64_t items = policy.batch * policy.groups, parts = policy.parts;
+    /* The first overhead on the line belongs to every part, see smla_border(). */
+    const int64_t line = smla_max(
+        (int64_t)1, (work.blocks + work.charges * smla_kOverheadBlocks) * policy.groups
+                        - smla_kOverheadBlocks);
+    int64_t used = smla_min(parts, line);
+    int64_t stretch = smla_div_up<Int>(line, used);
+    used = smla_div_up<Int>(line, stretch); /* as many as the longest stretch, rounded up, asks for */
+    smla_rule rule = {smla_kLine, (int32_t)used, 0, 0, 0, 0};
+    rule.stretch = smla_div_as<Int>(line, used);
+    rule.rest = line - rule.stretch * used;
+    if (policy.split_blocks > 0) return rule;
+
+    rule.snap = stretch >= 4 ? 1 : 0;
+    const int64_t cuts = used - 1;
+    int64_t best = smla_score(policy, stretch + smla_kOverheadBlocks,
+                              cuts + smla_min(items, cuts));
+    const int64_t snapped = smla_score(policy, stretch + smla_kOverheadBlocks + work.longest, 0);
+    if (snapped < best) { /* borders go to the nearest item */
+        rule.snap = INT_MAX;
+        best = snapped;
     }
-    const int64_t total = cost_begin[policy.batch] * policy.groups;
-    const int64_t target = total / used * part + total % used * part / used;
-    int64_t lo = 0, hi = policy.batch - 1; /* the last request that begins at or before target */
-    while (lo < hi) {
-        const int64_t middle = (lo + hi + 1) / 2;
-        if (cost_begin[middle] * policy.groups <= target) lo = middle;
-        else hi = middle - 1;
+    if (items > parts) {
+        const int64_t each = smla_div_up<Int>(items, parts);
+        if (smla_score(policy, each * (work.longest + smla_kOverheadBlocks), 0) <= best)
+            rule = {smla_kWhole, (int32_t)smla_div_up<Int>(items, each), (int32_t)each, 0, 0, 0};
+    } else if (even_score < UINT32_MAX && even_score <= best) {
+        rule = {smla_kEven, 0, even_each, 0, 0, 0};
     }
-    const int64_t cost = cost_begin[lo + 1] - cost_begin[lo];
-    const int64_t inside = target - cost_begin[lo] * policy.groups;
-    cut.item = lo * policy.groups + inside / cost;
-    cut.token = smla_token_at(policy, inside % cost);
+    return rule;
+}
+
+/* What an item takes on the line: EVEN counts in splits, LINE in blocks and overheads. */
+SMLA_HD int64_t smla_item_length(const smla_policy &policy, const smla_rule &rule, int32_t blocks)
+{
+    if (rule.deal == smla_kEven) /* both below 2^26 */
+        return smla_max((int64_t)1, smla_div_up<uint32_t>(blocks, rule.each));
+    return smla_max(1, blocks) + (int64_t)smla_charges_of(policy, blocks) * smla_kOverheadBlocks;
+}
+
+/* Where part `part` > 0 begins on the line.  A part that begins inside an item pays an overhead that
+   the line does not hold: so all of them get it, the first one out of the line's beginning. */
+SMLA_HD int64_t smla_border(const smla_rule &rule, int part)
+{
+    if (rule.deal == smla_kEven) return part;
+    return smla_kOverheadBlocks + part * rule.stretch + smla_div(part * rule.rest, rule.used);
+}
+
+/* The border at `position` on the line, in the items of request `request`: each of them is `length`
+   long, and the first one begins at groups * begin. */
+SMLA_HD smla_cut smla_cut_at(const smla_policy &policy, const smla_rule &rule, int64_t request,
+                             int64_t begin, int64_t length, int64_t position)
+{
+    int64_t inside = position - begin * policy.groups, item = request * policy.groups;
+    if (policy.groups > 1) {
+        const int64_t before = smla_div(inside, length);
+        item += before;
+        inside -= before * length;
+    }
+    smla_cut cut = {(int32_t)item, 0, 0};
+    if (rule.deal == smla_kEven) {
+        cut.token = (int32_t)(inside * rule.each * smla_kBlock);
+        cut.sharers = (int32_t)length;
+    } else if (policy.split_blocks > 0) {
+        const int64_t split = smla_div(inside, policy.split_blocks + smla_kOverheadBlocks);
+        cut.token = (int32_t)(split * policy.split_blocks * smla_kBlock);
+    } else {
+        const int64_t done = inside - smla_kOverheadBlocks, left = length - inside;
+        if (done <= rule.snap && (left > rule.snap || done <= left)) return cut;
+        if (left <= rule.snap) ++cut.item;
+        else cut.token = (int32_t)(done * smla_kBlock);
+    }
     return cut;
 }
 
-/* More parts than blocks would leave parts empty. */
-SMLA_HD int smla_parts_used(const smla_policy &policy, int64_t total_cost)
+/* Borders that need no place on the line; returns false for the others. */
+SMLA_HD bool smla_plain_cut(const smla_policy &policy, const smla_rule &rule, int part, int32_t used,
+                            smla_cut *cut)
 {
-    return (int)smla_max((int64_t)1, smla_min((int64_t)policy.parts, total_cost * policy.groups));
+    const int32_t items = (int32_t)(policy.batch * policy.groups);
+    *cut = {0, 0, 0};
+    if (part >= used) *cut = {items, 0, 0};
+    else if (rule.deal == smla_kWhole) cut->item = part * rule.each;
+    else return part == 0 && rule.deal == smla_kLine;
+    return true;
+}
+
+/* Part i of those between the cuts. */
+SMLA_HD smla_part smla_part_between(const smla_policy &policy, const smla_rule &rule,
+                                    const smla_cut *cuts, int i)
+{
+    const smla_cut a = cuts[i], b = cuts[i + 1];
+    smla_part part = {a.item, b.item, a.token, b.token, 0, 0};
+    if (b.token == 0) {
+        part.last = b.item - 1;
+        part.end = smla_kToEnd;
+    }
+    if (a.item == b.item && a.token == b.token) part.last = part.first - 1;
+    const bool begins_here = part.first < part.last || part.begin == 0;
+    if (part.last < part.first || part.end == smla_kToEnd || !begins_here) return part;
+    if (rule.deal == smla_kEven) {
+        part.splits = a.sharers;
+        return part;
+    }
+    int lo = i + 1, hi = policy.parts - 1; /* the part in which the cut item ends */
+    while (lo < hi) {
+        const int middle = (lo + hi) / 2;
+        if (cuts[middle + 1].item > part.last) hi = middle;
+        else lo = middle + 1;
+    }
+    part.splits = lo - i + 1;
+    return part;
 }
 
 struct smla_plan_params {
     smla_policy policy;
     const int32_t *seq_lens;
     smla_part *part;      /* [parts] */
-    int64_t *cost_begin;  /* [batch + 1] */
     int64_t *split_begin; /* [batch + 1], fixed policy only: splits of all requests before b */
+    int32_t run;          /* requests a thread takes */
 };
 
-SMLA_CONST int smla_kPlanThreads = 1024;
+SMLA_CONST int smla_kPlanThreads = 1024; /* at most; no more than there are requests or parts */
 
-/* Exclusive prefix sum over the block; every thread also gets the total. */
-SMLA_DEV int64_t smla_block_scan(int64_t x, int64_t *total)
+/* Sum of numbers from 0 to 2^48, the same in all lanes. */
+SMLA_DEV int64_t smla_warp_sum(int64_t x)
 {
-    __shared__ int64_t warp_total[32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int64_t sum = x;
-    for (int d = 1; d < 32; d *= 2) {
-        const int64_t y = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += y;
-    }
-    if (lane == 31) warp_total[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-        int64_t w = warp_total[lane];
-        for (int d = 1; d < 32; d *= 2) {
-            const int64_t y = __shfl_up_sync(~0u, w, d);
-            if (lane >= d) w += y;
-        }
-        warp_total[lane] = w;
-    }
-    __syncthreads();
-    *total = warp_total[31];
-    const int64_t before = warp == 0 ? 0 : warp_total[warp - 1];
-    __syncthreads(); /* the next call writes warp_total again */
-    return before + sum - x;
+    const uint32_t lo = __reduce_add_sync(~0u, (uint32_t)x & 0xffffffu);
+    const uint32_t hi = __reduce_add_sync(~0u, (uint32_t)(x >> 24));
+    return ((int64_t)hi << 24) + lo;
 }
 
-static __global__ void __launch_bounds__(smla_kPlanThreads)
+SMLA_DEV int64_t smla_warp_scan(int64_t x) /* inclusive */
+{
+    SMLA_UNROLL
+    for (int d = 1; d < 32; d *= 2) {
+        const int64_t y = __shfl_up_sync(~0u, x, d);
+        if ((threadIdx.x & 31) >= d) x += y;
+    }
+    return x;
+}
+
+/* The threads that share the requests among them: the block, or, where a warp's lanes suffice, every
+   warp for itself, which saves waiting for others. */
+struct smla_team {
+    bool warp;
+    int rank, size;
+};
+
+SMLA_DEV void smla_sync(const smla_team &team)
+{
+    if (team.warp) __syncwarp();
+    else __syncthreads();
+}
+
+/* Exclusive prefix sum over the team; every thread also gets the total. */
+SMLA_DEV int64_t smla_team_scan(const smla_team &team, int64_t x, int64_t (&warp_total)[32],
+                                int64_t *total)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int64_t sum = smla_warp_scan(x);
+    *total = __shfl_sync(~0u, sum, 31);
+    if (team.warp) return sum - x;
+    if (lane == 31) warp_total[warp] = sum;
+    __syncthreads();
+    const int64_t totals = smla_warp_scan(lane < warps ? warp_total[lane] : 0);
+    *total = __shfl_sync(~0u, totals, 31);
+    const int64_t before = __shfl_sync(~0u, totals, (warp + 31) & 31);
+    return (warp == 0 ? 0 : before) + sum - x;
+}
+
+SMLA_DEV smla_work smla_warp_work(const smla_work &w)
+{
+    return {smla_warp_sum(w.blocks), smla_warp_sum(w.charges),
+            (int64_t)__reduce_max_sync(~0u, (uint32_t)w.longest)};
+}
+
+SMLA_DEV smla_work smla_team_work(const smla_team &team, const smla_work &mine,
+                                  smla_work (&warp_work)[32])
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const smla_work w = smla_warp_work(mine);
+    if (team.warp) return w;
+    if (lane == 0) warp_work[warp] = w;
+    __syncthreads();
+    return smla_warp_work(lane < warps ? warp_work[lane] : smla_work{0, 0, 0});
+}
+
+/* The best rule, the same in all threads; a warp's lanes try the candidates for EVEN. */
+template <typename Int>
+SMLA_DEV smla_rule smla_best_rule(const smla_policy &policy, const smla_work &work)
+{
+    int32_t each = 0;
+    uint32_t score = UINT32_MAX;
+    if (policy.split_blocks == 0 && policy.batch * policy.groups <= policy.parts) {
+        const uint32_t mine = smla_even_candidate<Int>(policy, work, threadIdx.x & 31, &each);
+        score = __reduce_min_sync(~0u, mine);
+        each = __shfl_sync(~0u, each, __ffs(__ballot_sync(~0u, mine == score)) - 1);
+    }
+    return smla_decide<Int>(policy, work, each, score);
+}
+
+/* The request at `place`, in the lengths of one item each; line[t] is where the run of thread t begins.
+   Returns the request's begin and length, too. */
+SMLA_DEV int64_t smla_request_at(const smla_plan_params &p, const smla_team &team,
+                                 const smla_rule &rule, const int64_t *line, int64_t place,
+                                 int64_t *begin, int64_t *length)
+{
+    /* the last run that begins at or before; empty ones come last */
+    int lo = 0, hi = p.run == 1 ? (int)p.policy.batch - 1 : team.size - 1;
+    while (lo < hi) {
+        const int middle = (lo + hi + 1) / 2;
+        if (line[middle] <= place) lo = middle;
+        else hi = middle - 1;
+    }
+    int64_t request = (int64_t)lo * p.run, at = line[lo];
+    *length = line[lo + 1] - at;
+    if (p.run > 1) {
+        for (;; ++request) {
+            const int32_t blocks = smla_item_blocks(p.policy, __ldg(&p.seq_lens[request]));
+            *length = smla_item_length(p.policy, rule, blocks);
+            if (request + 1 == p.policy.batch || at + *length > place) break;
+            at += *length;
+        }
+    }
+    *begin = at;
+    return request;
+}
+
+static __global__ void __launch_bounds__(smla_kPlanThreads, 1)
 snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
 {
+    __shared__ smla_work warp_work[32];
+    __shared__ int64_t line_total[32], split_total[32];
+    __shared__ int64_t lines[smla_kPlanThreads + 32]; /* one, or one for each warp */
     __shared__ smla_cut cuts[smla_kMaxParts + 1];
-    const smla_policy policy = p.policy;
-    const int t = threadIdx.x;
+    const smla_policy &policy = p.policy;
+    const smla_team team = policy.batch <= 32 ? smla_team{true, (int)threadIdx.x & 31, 32}
+                                              : smla_team{false, (int)threadIdx.x, (int)blockDim.x};
+    int64_t *line = lines + (team.warp ? (threadIdx.x >> 5) * 33 : 0);
+    const int t = team.rank;
+    const int64_t from = smla_min((int64_t)t * p.run, policy.batch);
+    const int64_t to = smla_min(from + p.run, policy.batch);
 
-    /* 1. Prefix sums of cost and splits over the requests; a thread takes a run of them. */
-    const int64_t run = smla_ceil_div(policy.batch, smla_kPlanThreads);
-    const int64_t from = smla_min(t * run, policy.batch);
-    const int64_t to = smla_min(from + run, policy.batch);
-    int64_t cost = 0, splits = 0, total_cost, total_splits;
+    /* 1. How much work is there, and how is it dealt out? */
+    smla_work work = {0, 0, 1};
+    int64_t splits = 0;
+    int32_t blocks = 0; /* of the last request of the run, which is mostly the only one */
+#pragma unroll 4
     for (int64_t b = from; b < to; ++b) {
-        const int64_t blocks = smla_item_blocks(policy, p.seq_lens[b]);
-        cost += smla_item_cost(policy, blocks);
+        blocks = smla_item_blocks(policy, __ldg(&p.seq_lens[b]));
+        smla_add_work(policy, blocks, &work);
         splits += smla_splits_of(policy, blocks);
     }
-    cost = smla_block_scan(cost, &total_cost);
-    splits = smla_block_scan(splits, &total_splits);
-    for (int64_t b = from; b < to; ++b) {
-        const int64_t blocks = smla_item_blocks(policy, p.seq_lens[b]);
-        p.cost_begin[b] = cost;
-        cost += smla_item_cost(policy, blocks);
-        if (policy.split_blocks > 0) p.split_begin[b] = splits;
-        splits += smla_splits_of(policy, blocks);
+    work = smla_team_work(team, work, warp_work);
+    const smla_rule rule = smla_is_small(policy, work) ? smla_best_rule<uint32_t>(policy, work)
+                                                       : smla_best_rule<int64_t>(policy, work);
+
+    /* 2. The line, and the borders on it. */
+    int32_t used = rule.used;
+    if (rule.deal != smla_kWhole) {
+        int64_t length = 0, total;
+        if (p.run == 1) length = from < to ? smla_item_length(policy, rule, blocks) : 0;
+        else
+            for (int64_t b = from; b < to; ++b)
+                length += smla_item_length(policy, rule,
+                                           smla_item_blocks(policy, __ldg(&p.seq_lens[b])));
+        line[t] = smla_team_scan(team, length, line_total, &total);
+        if (t == 0) line[team.size] = total;
+        if (rule.deal == smla_kEven) used = (int32_t)(total * policy.groups);
+        smla_sync(team);
     }
-    if (t == 0) {
-        p.cost_begin[policy.batch] = total_cost;
-        if (policy.split_blocks > 0) p.split_begin[policy.batch] = total_splits;
+    for (int i = threadIdx.x; i <= policy.parts; i += blockDim.x) {
+        smla_cut cut;
+        if (!smla_plain_cut(policy, rule, i, used, &cut)) {
+            const int64_t position = smla_border(rule, i);
+            int64_t begin, length;
+            const int64_t request = smla_request_at(
+                p, team, rule, line,
+                policy.groups == 1 ? position : smla_div(position, policy.groups), &begin, &length);
+            cut = smla_cut_at(policy, rule, request, begin, length, position);
+        }
+        cuts[i] = cut;
     }
     __syncthreads();
 
-    /* 2. The borders between parts, then the parts. */
-    const int used = smla_parts_used(policy, total_cost);
-    for (int i = t; i <= policy.parts; i += smla_kPlanThreads)
-        cuts[i] = smla_cut_before(policy, p.cost_begin, i, used);
-    __syncthreads();
-    for (int i = t; i < policy.parts; i += smla_kPlanThreads) {
-        const smla_cut a = cuts[i], b = cuts[i + 1];
-        smla_part part = {a.item, b.item, a.token, b.token, 0, 0};
-        if (b.token == 0) {
-            part.last = b.item - 1;
-            part.end = smla_kToEnd;
-        }
-        if (a.item == b.item && a.token == b.token) part.last = a.item - 1;
-        const bool begins_here = part.first < part.last || part.begin == 0;
-        if (part.last >= part.first && part.end != smla_kToEnd && begins_here) {
-            int lo = i + 1, hi = policy.parts - 1; /* the part in which the cut item ends */
-            while (lo < hi) {
-                const int middle = (lo + hi) / 2;
-                if (cuts[middle + 1].item > part.last) hi = middle;
-                else lo = middle + 1;
-            }
-            part.splits = lo - i + 1;
-        }
-        p.part[i] = part;
+    /* 3. The parts. */
+    for (int i = threadIdx.x; i < policy.parts; i += blockDim.x)
+        p.part[i] = smla_part_between(policy, rule, cuts, i);
+    if (policy.split_blocks == 0) return;
+    int64_t total_splits, before = smla_team_scan(team, splits, split_total, &total_splits);
+    if (team.warp && threadIdx.x >= 32) return; /* all warps know, the first one writes */
+    for (int64_t b = from; b < to; ++b) {
+        p.split_begin[b] = before;
+        before += smla_splits_of(policy, smla_item_blocks(policy, __ldg(&p.seq_lens[b])));
     }
+    if (t == 0) p.split_begin[policy.batch] = total_splits;
 }
 
 /* ================================================================================================
@@ -1128,7 +1423,7 @@ struct smla_row_stat {
     float lq; /* sum of the weights as rounded for PV: the output's denominator */
 };
 
-SMLA_DEV int32_t smla_request_len(const smla_decode_params &p, int64_t request)
+SMLA_HD int32_t smla_request_len(const smla_decode_params &p, int64_t request)
 {
     return smla_max(0, smla_min(p.seq_lens[request], p.len_limit));
 }
@@ -1147,31 +1442,28 @@ struct smla_cursor {
     int32_t begin;
 };
 
-SMLA_DEV int32_t smla_part_index(const smla_decode_params &p)
+/* The walk of member `member` of part `index`, for the CPU as well. */
+SMLA_HD smla_cursor smla_walk_first(const smla_decode_params &p, int32_t index)
 {
-    return (int32_t)(blockIdx.x / p.group);
-}
-
-SMLA_DEV smla_cursor smla_first_split(const smla_decode_params &p)
-{
-    const smla_part part = p.part[smla_part_index(p)];
+    const smla_part part = p.part[index];
     return {part.first, part.begin};
 }
 
-SMLA_DEV bool smla_at_end(const smla_decode_params &p, const smla_cursor &c)
+SMLA_HD bool smla_walk_ended(const smla_decode_params &p, int32_t index, const smla_cursor &c)
 {
-    return c.item > p.part[smla_part_index(p)].last;
+    return c.item > p.part[index].last;
 }
 
-SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor &c)
+SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, int32_t member,
+                                   const smla_cursor &c)
 {
-    const int32_t index = smla_part_index(p), split_tokens = p.policy.split_blocks * smla_kBlock;
+    const int32_t split_tokens = p.policy.split_blocks * smla_kBlock;
     const smla_part part = p.part[index];
     const int32_t stop = c.item == part.last ? part.end : smla_kToEnd;
     smla_split s;
-    s.request = c.item / p.policy.groups;
+    s.request = smla_request_of(p.policy, c.item);
     const int64_t tile_group = c.item - s.request * p.policy.groups;
-    s.tile = (int32_t)(tile_group * p.group + blockIdx.x % p.group);
+    s.tile = (int32_t)(tile_group * p.group + member);
     s.len = smla_request_len(p, s.request);
     s.begin = c.begin;
     if (split_tokens == 0) { /* balanced: what the part holds of the item is one split */
@@ -1187,12 +1479,12 @@ SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor
     return s;
 }
 
-SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
+SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_cursor &c)
 {
     const int64_t split_tokens = (int64_t)p.policy.split_blocks * smla_kBlock;
     if (split_tokens > 0) {
-        const smla_part part = p.part[smla_part_index(p)];
-        const int64_t request = c.item / p.policy.groups, next = c.begin + split_tokens;
+        const smla_part part = p.part[index];
+        const int64_t request = smla_request_of(p.policy, c.item), next = c.begin + split_tokens;
         const int64_t splits = p.split_begin[request + 1] - p.split_begin[request];
         if (next < splits * split_tokens && (c.item != part.last || next < part.end)) {
             c.begin = (int32_t)next;
@@ -1201,6 +1493,32 @@ SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
     }
     ++c.item;
     c.begin = 0;
+}
+
+/* The same for the CTA that asks: for (c = first; !at_end; advance) split_at. */
+SMLA_DEV int32_t smla_part_index(const smla_decode_params &p)
+{
+    return (int32_t)(blockIdx.x / p.group);
+}
+
+SMLA_DEV smla_cursor smla_first_split(const smla_decode_params &p)
+{
+    return smla_walk_first(p, smla_part_index(p));
+}
+
+SMLA_DEV bool smla_at_end(const smla_decode_params &p, const smla_cursor &c)
+{
+    return smla_walk_ended(p, smla_part_index(p), c);
+}
+
+SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor &c)
+{
+    return smla_walk_split(p, smla_part_index(p), (int32_t)(blockIdx.x % p.group), c);
+}
+
+SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
+{
+    smla_walk_on(p, smla_part_index(p), c);
 }
 
 SMLA_DEV uint16_t *smla_out_row(const smla_decode_params &p, int64_t request, int32_t row)
@@ -2918,110 +3236,232 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
 }
 
 /* ================================================================================================
-   >>combine    one CTA merges the splits of one row, in ascending order of tokens
+   >>combine    merges the splits of rows
+
+   A warp merges 128 dims of a row; where there are many splits, 2, 4 or 8 warps share them, a run
+   each, and the runs are added in ascending order.  How many depends on the number of splits alone,
+   and so do the bits.  A CTA of 8 warps takes 8, 4, 2 or 1 such slices of rows at a time: a task.
+   CTAs stride over all tasks, so that a few launched CTAs suffice whatever the plan has cut.
    ============================================================================================== */
-SMLA_CONST int smla_kCombineThreads = 128;
+SMLA_CONST int smla_kCombineThreads = 256;
+SMLA_CONST int smla_kCombineWarps = smla_kCombineThreads / 32;
+SMLA_CONST int smla_kSlice = 128; /* dims, 4 a lane */
+SMLA_CONST int smla_kSlices = smla_kLatent / smla_kSlice;
+SMLA_CONST int smla_kInFlight = 8; /* splits whose sums a warp loads at once */
 
 /* Where the splits of item `item` lie: slot_of(i), i < count. */
 struct smla_split_list {
     int64_t item;
     int64_t first_slot; /* fixed policy: consecutive slots */
     int32_t part;       /* balanced policy: the parts from this one on */
-    int32_t count;
+    int32_t count;      /* 0 or 1: nothing to merge */
 };
 
-SMLA_DEV bool smla_find_splits(const smla_decode_params &p, int64_t index, smla_split_list *list)
+SMLA_HD smla_split_list smla_find_splits(const smla_decode_params &p, int64_t index)
 {
     if (p.policy.split_blocks > 0) { /* index = item */
-        const int64_t request = index / p.policy.groups;
+        const int64_t request = smla_request_of(p.policy, index);
         const int64_t tile_group = index - request * p.policy.groups;
         const int64_t count = p.split_begin[request + 1] - p.split_begin[request];
-        *list = {index, p.split_begin[request] * p.policy.groups + tile_group * count, -1,
-                 (int32_t)count};
-        return count > 1;
+        return {index, p.split_begin[request] * p.policy.groups + tile_group * count, -1,
+                (int32_t)count};
     }
     const smla_part part = p.part[index]; /* index = the part in which the item begins */
-    *list = {part.last, -1, (int32_t)index, part.splits};
-    return part.splits > 0;
+    return {part.last, -1, (int32_t)index, part.splits};
 }
 
-/* The slot of split i, or -1 when the plan left that part empty. */
-SMLA_DEV int64_t smla_slot_of(const smla_decode_params &p, const smla_split_list &list, int32_t i)
+SMLA_HD int64_t smla_slot_of(const smla_split_list &list, int32_t i)
 {
     if (list.first_slot >= 0) return list.first_slot + i;
-    if (i == 0) return 2 * (int64_t)list.part + 1;
-    const smla_part part = p.part[list.part + i];
-    return part.first > part.last ? -1 : 2 * (int64_t)(list.part + i);
+    return 2 * (int64_t)(list.part + i) + (i == 0);
 }
 
-SMLA_DEV float smla_block_max(float x, float *scratch)
+/* log2 of the number of warps that share the splits of a row */
+SMLA_HD int smla_combine_ways(int32_t count)
 {
-    SMLA_UNROLL
-    for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
-    __syncthreads();
-    return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
+    return count <= 8 ? 0 : count <= 16 ? 1 : count <= 48 ? 2 : 3;
 }
 
-static __global__ void __launch_bounds__(smla_kCombineThreads)
-snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows_per_item)
+SMLA_HD int32_t smla_combine_tasks(int32_t count, int32_t rows)
 {
-    __shared__ float weight[smla_kCombineThreads];
-    __shared__ int64_t slot[smla_kCombineThreads];
-    __shared__ float2 sums[smla_kCombineThreads];
-    __shared__ float scratch[4];
-    smla_split_list list;
-    const int64_t index = blockIdx.x / rows_per_item;
-    if (!smla_find_splits(p, index, &list)) return;
-    const int32_t r = (int32_t)(blockIdx.x - index * rows_per_item), t = threadIdx.x;
-    const int64_t request = list.item / p.policy.groups;
-    const int64_t tile_group = list.item - request * p.policy.groups;
-    const int64_t row = tile_group * p.group * p.tile_rows + r;
-    if (row >= p.rows) return;
-    const int64_t slot_rows = (int64_t)p.group * p.tile_rows;
+    if (count < 2) return 0;
+    return (rows * smla_kSlices + (smla_kCombineWarps >> smla_combine_ways(count)) - 1)
+         / (smla_kCombineWarps >> smla_combine_ways(count));
+}
 
-    float m = smla_neg_inf(); /* the largest of all splits; splits without keys do not count */
-    for (int32_t i = t; i < list.count; i += smla_kCombineThreads) {
-        const int64_t at = smla_slot_of(p, list, i);
-        if (at >= 0) m = fmaxf(m, p.partial_stat[at * slot_rows + r].x);
+struct smla_combine_smem {
+    int32_t task_end[smla_kMaxParts]; /* balanced policy: of this part's list and all before */
+    int32_t warp_tasks[smla_kCombineWarps];
+    float4 acc[smla_kCombineWarps][32];
+    float2 sums[smla_kCombineWarps]; /* l, lq */
+};
+
+/* Balanced policy: how many tasks there are, and up to which list. */
+SMLA_DEV int64_t smla_combine_count(smla_combine_smem &sm, const smla_decode_params &p, int32_t rows)
+{
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    int32_t total = 0;
+    for (int first = 0; first < p.policy.parts; first += smla_kCombineThreads) {
+        const int i = first + t;
+        int32_t tasks = i < p.policy.parts ? smla_combine_tasks(p.part[i].splits, rows) : 0;
+        SMLA_UNROLL
+        for (int d = 1; d < 32; d *= 2) {
+            const int32_t y = __shfl_up_sync(~0u, tasks, d);
+            if (lane >= d) tasks += y;
+        }
+        if (lane == 31) sm.warp_tasks[warp] = tasks;
+        __syncthreads();
+        int32_t before = total;
+        SMLA_UNROLL
+        for (int w = 0; w < smla_kCombineWarps; ++w) {
+            if (w < warp) before += sm.warp_tasks[w];
+            total += sm.warp_tasks[w];
+        }
+        if (i < p.policy.parts) sm.task_end[i] = before + tasks;
+        __syncthreads();
     }
-    m = smla_block_max(m, scratch);
+    return total;
+}
+
+/* The list that a task belongs to; *task becomes its number in that list. */
+SMLA_DEV smla_split_list smla_combine_list(const smla_combine_smem &sm, const smla_decode_params &p,
+                                           int64_t item_tasks, int64_t *task)
+{
+    if (p.policy.split_blocks > 0) {
+        const int64_t item = *task / item_tasks;
+        *task -= item * item_tasks;
+        return smla_find_splits(p, item);
+    }
+    int lo = 0, hi = p.policy.parts - 1; /* the first whose tasks end behind it */
+    while (lo < hi) {
+        const int middle = (lo + hi) / 2;
+        if (sm.task_end[middle] > *task) hi = middle;
+        else lo = middle + 1;
+    }
+    if (lo > 0) *task -= sm.task_end[lo - 1];
+    return smla_find_splits(p, lo);
+}
+
+SMLA_DEV bool smla_no_keys(float4 stat) { return stat.x == smla_neg_inf() && stat.y == 0.0f; }
+
+/* Splits [from, to) of row r, dims 4 * lane .. +3 of a slice: *acc, and l and lq of these splits, all
+   relative to the largest m of the whole list, which is returned. */
+SMLA_DEV float smla_combine_run(const smla_decode_params &p, const smla_split_list &list, int32_t from,
+                                int32_t to, int32_t r, int32_t dim, float4 *acc, float2 *sums)
+{
+    const int lane = threadIdx.x & 31;
+    const int64_t slot_rows = (int64_t)p.group * p.tile_rows;
+    const float4 *partial = reinterpret_cast<const float4 *>(p.partial_acc + r * smla_kLatent + dim);
+    float4 v[smla_kInFlight]; /* the first ones are on their way while m is found */
+    SMLA_UNROLL
+    for (int k = 0; k < smla_kInFlight; ++k)
+        if (from + k < to)
+            v[k] = __ldcg(partial + smla_slot_of(list, from + k) * slot_rows * (smla_kLatent / 4));
+
+    float m = smla_neg_inf();
+    for (int32_t i = lane; i < list.count; i += 32)
+        m = fmaxf(m, __ldcg(&p.partial_stat[smla_slot_of(list, i) * slot_rows + r].x));
+    SMLA_UNROLL
+    for (int d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
     const float shift = m == smla_neg_inf() ? 0.0f : m;
 
-    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    smla_row_stat stat = {m, 0.0f, 0.0f};
-    for (int32_t first = 0; first < list.count; first += smla_kCombineThreads) {
-        __syncthreads(); /* the round before is done with shared memory */
-        const int32_t n = smla_min(list.count - first, (int32_t)smla_kCombineThreads);
-        if (t < n) {
-            const int64_t at = smla_slot_of(p, list, first + t);
-            const float4 s = at < 0 ? make_float4(smla_neg_inf(), 0.0f, 0.0f, 0.0f)
-                                    : p.partial_stat[at * slot_rows + r];
-            const float w = smla_ex2(s.x - shift);
-            const bool empty = s.x == smla_neg_inf() && s.y == 0.0f;
-            weight[t] = empty ? 0.0f : w;
-            slot[t] = empty ? -1 : at;
-            sums[t] = empty ? make_float2(0.0f, 0.0f) : make_float2(s.y * w, s.z * w);
+    *acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float l = 0.0f, lq = 0.0f;
+    for (int32_t first = from; first < to; first += 32) {
+        float weight = -1.0f; /* no keys: the sums are not looked at */
+        if (first + lane < to) {
+            const float4 stat =
+                __ldcg(&p.partial_stat[smla_slot_of(list, first + lane) * slot_rows + r]);
+            if (!smla_no_keys(stat)) {
+                weight = smla_ex2(stat.x - shift);
+                l += stat.y * weight;
+                lq += stat.z * weight;
+            }
         }
-        __syncthreads();
-#pragma unroll 4
-        for (int32_t i = 0; i < n; ++i) {
-            if (slot[i] < 0) continue;
-            const float4 v = *reinterpret_cast<const float4 *>(
-                p.partial_acc + (slot[i] * slot_rows + r) * smla_kLatent + 4 * t);
-            acc.x += v.x * weight[i];
-            acc.y += v.y * weight[i];
-            acc.z += v.z * weight[i];
-            acc.w += v.w * weight[i];
-        }
-        for (int32_t i = 0; i < n; ++i) {
-            stat.l += sums[i].x;
-            stat.lq += sums[i].y;
+        for (int j = 0; j < 32 && first + j < to; j += smla_kInFlight) {
+            if (first + j > from) {
+                SMLA_UNROLL
+                for (int k = 0; k < smla_kInFlight; ++k)
+                    if (first + j + k < to)
+                        v[k] = __ldcg(partial + smla_slot_of(list, first + j + k) * slot_rows
+                                                    * (smla_kLatent / 4));
+            }
+            SMLA_UNROLL
+            for (int k = 0; k < smla_kInFlight; ++k) {
+                const float w = __shfl_sync(~0u, weight, j + k);
+                if (first + j + k >= to || w < 0.0f) continue; /* a NaN goes on */
+                acc->x += v[k].x * w;
+                acc->y += v[k].y * w;
+                acc->z += v[k].z * w;
+                acc->w += v[k].w * w;
+            }
         }
     }
+    SMLA_UNROLL
+    for (int d = 16; d > 0; d /= 2) {
+        l += __shfl_xor_sync(~0u, l, d);
+        lq += __shfl_xor_sync(~0u, lq, d);
+    }
+    *sums = make_float2(l, lq);
+    return m;
+}
+
+SMLA_DEV void smla_combine_task(smla_combine_smem &sm, const smla_decode_params &p,
+                                const smla_split_list &list, int64_t task, int32_t rows)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int log_ways = smla_combine_ways(list.count), ways = 1 << log_ways, way = warp & (ways - 1);
+    const int32_t unit = (int32_t)(task * (smla_kCombineWarps >> log_ways)) + (warp >> log_ways);
+    const int32_t r = unit / smla_kSlices, dim = unit % smla_kSlices * smla_kSlice + 4 * lane;
+    const int64_t request = smla_request_of(p.policy, list.item);
+    const int64_t tile_group = list.item - request * p.policy.groups;
+    const int64_t row = tile_group * p.group * p.tile_rows + r;
+    const bool live = r < rows && row < p.rows;
+
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 sums = make_float2(0.0f, 0.0f);
+    float m = smla_neg_inf();
+    if (live)
+        m = smla_combine_run(p, list, list.count * way >> log_ways,
+                             list.count * (way + 1) >> log_ways, r, dim, &acc, &sums);
+    if (ways > 1) {
+        __syncthreads(); /* the task before is done with shared memory */
+        sm.acc[warp][lane] = acc;
+        if (lane == 0) sm.sums[warp] = sums;
+        __syncthreads();
+        for (int w = 1; way == 0 && w < ways; ++w) {
+            const float4 a = sm.acc[warp + w][lane];
+            acc = make_float4(acc.x + a.x, acc.y + a.y, acc.z + a.z, acc.w + a.w);
+            sums = make_float2(sums.x + sm.sums[warp + w].x, sums.y + sm.sums[warp + w].y);
+        }
+    }
+    if (!live || way != 0) return;
+    const smla_row_stat stat = {m, sums.x, sums.y};
     uint16_t *out = smla_out_row(p, request, (int32_t)row);
-    *reinterpret_cast<uint2 *>(out + 4 * t) = smla_bf16x4(acc, smla_out_factor(stat));
-    if (t == 0) smla_store_lse(p, request, (int32_t)row, stat);
+    *reinterpret_cast<uint2 *>(out + dim) = smla_bf16x4(acc, smla_out_factor(stat));
+    if (dim == 0) smla_store_lse(p, request, (int32_t)row, stat);
+}
+
+/* rows: of an item, at most; item_tasks: fixed policy, tasks of an item with the most splits. */
+static __global__ void __launch_bounds__(smla_kCombineThreads)
+snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows, int64_t item_tasks)
+{
+    __shared__ smla_combine_smem sm;
+    /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
+       have started, and where decode itself overlaps the plan, it must not call
+       smla_launch_dependents() before its own wait. */
+    const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
+                                                    : smla_combine_count(sm, p, rows);
+    int64_t task = blockIdx.x, in_list = task;
+    smla_split_list list = {};
+    if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
+    smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
+    while (task < tasks) {
+        if (in_list < smla_combine_tasks(list.count, rows))
+            smla_combine_task(sm, p, list, in_list, rows);
+        in_list = task += gridDim.x;
+        if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
+    }
 }
 
 /* ================================================================================================
@@ -3146,6 +3586,30 @@ static inline snapmla_result smla_launch(const void *kernel, int64_t blocks, int
     if (error == cudaSuccess)
         error = cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
                                  smem_bytes, stream);
+    return smla_cuda(before, error);
+}
+
+/* The same for a kernel with a griddepcontrol.wait in it: its CTAs start, up to the wait, when those of
+   the kernel before have all called smla_launch_dependents() or ended.  Only for code of compute
+   capability 9.0 and newer: where there is no such instruction, nothing would be waited for. */
+static inline snapmla_result smla_launch_overlapping(const void *kernel, int64_t blocks, int threads,
+                                                     size_t smem_bytes, cudaStream_t stream,
+                                                     void **arguments)
+{
+    const cudaError_t before = cudaPeekAtLastError();
+    cudaError_t error = cudaSuccess;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (smem_bytes > 48 * 1024) error = smla_allow_smem(kernel, smem_bytes);
+    if (error == cudaSuccess) error = cudaLaunchKernelExC(&config, kernel, arguments);
     return smla_cuda(before, error);
 }
 
@@ -3369,6 +3833,7 @@ static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geom
         (int)smla_min(smla_max(blocks / g->group, (int64_t)1), (int64_t)smla_kMaxParts);
     g->policy.max_seq_len = s.max_seq_len == 0 ? INT_MAX - smla_kBlock : s.max_seq_len;
     g->policy.split_blocks = s.split_tokens / smla_kBlock;
+    g->policy.part_rows = (int)smla_min(rows, (int64_t)g->group * g->tile_rows);
     g->slots = 2 * g->policy.parts;
     if (g->policy.split_blocks > 0)
         g->slots = s.batch * g->policy.groups * smla_ceil_div(s.max_seq_len, s.split_tokens);
@@ -3385,13 +3850,19 @@ static inline bool smla_never_cut(const smla_geometry &g)
     return g.policy.parts == 1;
 }
 
-/* The plan's memory: parts, then the prefix sums. */
+/* The plan's memory: parts, then, with split_tokens fixed, the prefix sums of splits. */
 static inline size_t smla_plan_size(const smla_geometry &g)
 {
-    const size_t sums = g.policy.split_blocks > 0 ? 2 : 1;
-    const size_t bytes = g.policy.parts * sizeof(smla_part)
-                       + sums * (size_t)(g.policy.batch + 1) * sizeof(int64_t);
+    const size_t sums = g.policy.split_blocks > 0 ? (size_t)g.policy.batch + 1 : 0;
+    const size_t bytes = g.policy.parts * sizeof(smla_part) + sums * sizeof(int64_t);
     return (bytes + smla_kAlign - 1) / smla_kAlign * smla_kAlign;
+}
+
+/* A thread for each request and part, as far as they go. */
+static inline int smla_plan_threads(const smla_policy &policy)
+{
+    const int64_t wanted = smla_max(policy.batch, (int64_t)policy.parts + 1);
+    return (int)smla_min((wanted + 31) / 32 * 32, (int64_t)smla_kPlanThreads);
 }
 
 static inline smla_plan_params smla_plan_layout(const snapmla_step &s, const smla_geometry &g)
@@ -3400,8 +3871,8 @@ static inline smla_plan_params smla_plan_layout(const snapmla_step &s, const sml
     p.policy = g.policy;
     p.seq_lens = s.seq_lens;
     p.part = (smla_part *)s.plan;
-    p.cost_begin = (int64_t *)(p.part + g.policy.parts);
-    p.split_begin = g.policy.split_blocks > 0 ? p.cost_begin + g.policy.batch + 1 : NULL;
+    p.split_begin = g.policy.split_blocks > 0 ? (int64_t *)(p.part + g.policy.parts) : NULL;
+    p.run = (int32_t)smla_ceil_div(g.policy.batch, smla_plan_threads(g.policy));
     return p;
 }
 
@@ -3587,14 +4058,26 @@ static inline snapmla_result smla_launch_decode(const smla_decode_params &p, con
                              : smla_launch_general<2, true>(p, stream);
 }
 
-static inline snapmla_result smla_launch_combine(const smla_decode_params &p, cudaStream_t stream)
+/* On the Hopper path the CTAs of this kernel start, up to its wait, while decode ends. */
+static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bool overlap,
+                                                 cudaStream_t stream)
 {
-    int32_t rows_per_item = smla_min(p.rows, p.group * p.tile_rows);
-    const int64_t items =
-        p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups : p.policy.parts - 1;
-    void *arguments[] = {(void *)&p, &rows_per_item};
-    return smla_launch((const void *)snapmla_combine_kernel, items * rows_per_item,
-                       smla_kCombineThreads, 0, stream, arguments);
+    int32_t rows = p.policy.part_rows;
+    const int64_t items = p.policy.batch * p.policy.groups;
+    int64_t item_tasks = 0, tasks;
+    if (p.policy.split_blocks > 0) {
+        const int64_t blocks = smla_ceil_div(p.policy.max_seq_len, smla_kBlock);
+        const int64_t most = smla_ceil_div(blocks, p.policy.split_blocks);
+        item_tasks = smla_combine_tasks((int32_t)smla_min(most, (int64_t)INT_MAX), rows);
+        tasks = items * item_tasks;
+    } else { /* n splits take at most n / 2 times the tasks of a list of two */
+        tasks = (int64_t)p.policy.parts * smla_combine_tasks(2, rows);
+    }
+    const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
+    void *arguments[] = {(void *)&p, &rows, &item_tasks};
+    const void *kernel = (const void *)snapmla_combine_kernel;
+    return overlap ? smla_launch_overlapping(kernel, blocks, smla_kCombineThreads, 0, stream, arguments)
+                   : smla_launch(kernel, blocks, smla_kCombineThreads, 0, stream, arguments);
 }
 
 /* One warp a row. */
@@ -3786,7 +4269,7 @@ SNAPMLA_API snapmla_result snapmla_plan(const snapmla_step *step)
     SMLA_TRY(smla_check_plan(s, g));
     smla_plan_params p = smla_plan_layout(s, g);
     void *arguments[] = {&p};
-    return smla_launch((const void *)snapmla_plan_kernel, 1, smla_kPlanThreads, 0, s.stream,
+    return smla_launch((const void *)snapmla_plan_kernel, 1, smla_plan_threads(g.policy), 0, s.stream,
                        arguments);
 }
 
@@ -3814,7 +4297,8 @@ SNAPMLA_API snapmla_result snapmla_decode(const snapmla_decode_desc *desc)
     if (smla_nothing_to_do(d.step)) return SNAPMLA_OK;
     const smla_decode_params p = smla_device_decode(d, g);
     SMLA_TRY(smla_launch_decode(p, g, d.cache.pages, d.step.stream));
-    return smla_never_cut(g) ? SNAPMLA_OK : smla_launch_combine(p, d.step.stream);
+    if (smla_never_cut(g) || g.policy.max_seq_len <= smla_kBlock) return SNAPMLA_OK;
+    return smla_launch_combine(p, g.path == SNAPMLA_PATH_SM90, d.step.stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)

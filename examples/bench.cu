@@ -4,6 +4,7 @@
        nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a examples/bench.cu -o bench
        ./bench                                          a headline set, about ten seconds
        ./bench --heads 16,64,128 --kv 4K,16K,128K --batch 32
+       ./bench --latency                                small batches, plan, fixed cost: a minute
 
    Lists make a grid; K and M mean 1024 and 1024 * 1024.
        --heads --s-q --batch --kv --page    lists; defaults 16,64,128; 1; 64; 16K; 64
@@ -13,6 +14,8 @@
        --varlen             lengths from a normal distribution round kv, deviation kv / 2
        --q bf16|planes      queries as BF16, which decode quantises (default), or quantised before
        --iters N            20 to 150 timed launches, default 30
+       --latency            one request and small batches instead of the grid, the plan for many
+                            batch sizes, and where the fixed cost goes
        --warm               no 200 ms of rest before each measurement
        --pool-gb X          size of the cache pool, default 12
        --seed N             default: from the clock; printed
@@ -95,7 +98,7 @@ typedef struct options {
     int cases;
     shape shapes[MAX_SHAPES];
     int_list page, mode, path;
-    int split_tokens, causal, varlen, q_planes, iters, rested;
+    int split_tokens, causal, varlen, q_planes, iters, rested, latency;
     double pool_gb;
     unsigned long long seed;
     const char *csv_name;
@@ -818,6 +821,133 @@ static int bench_case(const options *o, const pool *p, const shape *s, int page,
 }
 
 /* ================================================================================================
+   --latency: one request and small batches; `b2b` is the time a call takes in a row of them, without
+   events between, `plan` once a step
+   ============================================================================================== */
+typedef struct latency_case {
+    int heads, batch, kv;
+    double first, second; /* microseconds to hold it against: see the head of each table */
+} latency_case;
+
+/* From one event to the other over a row of calls, by their number. */
+static double measure_row(work call, void *context, const options *o)
+{
+    enum { CALLS = 200 };
+    static cudaEvent_t start, end;
+    float ms = 0;
+    if (start == NULL) {
+        CUDA(cudaEventCreate(&start));
+        CUDA(cudaEventCreate(&end));
+    }
+    CUDA(cudaDeviceSynchronize());
+    if (o->rested) {
+        struct timespec rest = {0, 200000000};
+        nanosleep(&rest, NULL);
+    }
+    bench_wait<<<1, 1>>>(1000000 + 20000 * (uint64_t)CALLS);
+    for (int i = 0; i < WARM_UPS; i++) call(context);
+    CUDA(cudaEventRecord(start));
+    for (int i = 0; i < CALLS; i++) call(context);
+    CUDA(cudaEventRecord(end));
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaEventElapsedTime(&ms, start, end));
+    return ms * 1000 / CALLS;
+}
+
+/* max_seq_len = 0: not told to the library.  1 when the answer was right. */
+static int latency_row(const options *o, const pool *p, const latency_case *c, int max_seq_len,
+                       const char *remark)
+{
+    const shape s = {c->heads, 1, c->batch, c->kv};
+    run r = start_run(o, p, &s, 64, SNAPMLA_MODE_DEFAULT, o->path.v[0]);
+    if (max_seq_len > 0) r.d.step.max_seq_len = max_seq_len;
+    accuracy a = check_run(&r, p);
+    printf("%6d %6d %7d ", c->heads, c->batch, c->kv);
+    if (a.ok) {
+        const timing plan = measure(call_plan, &r, o), decode = measure(call_decode, &r, o);
+        const double row = measure_row(call_decode, &r, o);
+        printf("%9.2f %9.2f %9.2f %9.2f ", decode.median_us, decode.min_us, row, plan.median_us);
+        if (c->first > 0) printf("%8.1f ", c->first);
+        if (c->second > 0) printf("%8.1f ", c->second);
+        printf(" %s%s\n", remark, decode.queued && plan.queued ? "" : " (launches did not queue)");
+    } else {
+        printf("WRONG: rms %.2e, lse %.2e, %lld numbers not finite\n", a.rms, a.lse, a.not_finite);
+    }
+    fflush(stdout);
+    end_run(&r);
+    return a.ok;
+}
+
+static void plan_row(const options *o, int batch, int heads)
+{
+    snapmla_step step = {};
+    run r = {};
+    double us[2];
+    int32_t *lens = (int32_t *)host_alloc((size_t)batch * sizeof(int32_t));
+    step.batch = batch;
+    step.s_q = 1;
+    step.heads = heads;
+    step.path = (snapmla_path)o->path.v[0];
+    LIB(snapmla_plan_bytes(&step, &step.plan_bytes));
+    step.plan = device_alloc(step.plan_bytes);
+    r.d_lens = (int32_t *)device_alloc((size_t)batch * sizeof(int32_t));
+    step.seq_lens = r.d_lens;
+    r.d.step = step;
+    for (int mixed = 0; mixed < 2; mixed++) {
+        for (int b = 0; b < batch; b++) lens[b] = mixed ? 1 + random_below(1 << (b % 18)) : 4096;
+        CUDA(cudaMemcpy(r.d_lens, lens, (size_t)batch * sizeof(int32_t), cudaMemcpyHostToDevice));
+        us[mixed] = measure(call_plan, &r, o).median_us;
+    }
+    printf("%6d %6d %9.2f %9.2f\n", heads, batch, us[0], us[1]);
+    fflush(stdout);
+    CUDA(cudaFree(r.d_lens));
+    CUDA(cudaFree(step.plan));
+    free(lens);
+}
+
+/* Returns the number of wrong answers. */
+static int bench_latency(const options *o, const pool *p, double empty_us)
+{
+    static const latency_case targets[] = {
+        {16, 1, 4096, 9, 0},   {16, 1, 32768, 13, 0},  {16, 1, 131072, 30, 0},
+        {64, 1, 4096, 9, 0},   {64, 1, 32768, 14, 0},  {64, 1, 131072, 32, 0},
+        {128, 1, 4096, 10, 0}, {128, 1, 32768, 17, 0}, {128, 1, 131072, 42, 0},
+        {16, 4, 4096, 10, 0}};
+    static const latency_case matrix[] = {
+        {128, 1, 640, 13.9, 23.4},  {128, 2, 640, 0, 0},         {128, 4, 640, 0, 0},
+        {128, 8, 640, 0, 0},        {128, 16, 640, 22.1, 27.1},  {128, 32, 640, 0, 0},
+        {128, 64, 640, 34.5, 31.8}, {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9},
+        {64, 2, 8192, 0, 0},        {64, 4, 8192, 31.1, 41.5},   {64, 8, 8192, 50.8, 45.3},
+        {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9}, {64, 64, 8192, 0, 0},
+        {64, 128, 8192, 0, 0},      {64, 1, 33280, 0, 0},        {64, 2, 33280, 0, 0},
+        {64, 4, 33280, 0, 0},       {64, 8, 33280, 0, 0},        {64, 16, 33280, 0, 0},
+        {64, 32, 33280, 0, 0},      {64, 64, 33280, 0, 0},       {64, 128, 33280, 0, 0}};
+    static const char *head = " heads  batch      kv    decode       min       b2b      plan";
+    const latency_case block = {16, 1, 64, 0, 0}, wide = {128, 1, 64, 0, 0};
+    int wrong = 0;
+
+    printf("# microseconds; an empty kernel reads %.2f, %.2f in a row\n", empty_us,
+           measure_row(call_empty, NULL, o));
+    printf("# where the fixed cost goes: one block of tokens\n%s\n", head);
+    wrong += !latency_row(o, p, &block, 64, "max_seq_len 64: no combine is launched");
+    wrong += !latency_row(o, p, &block, 0, "the combine finds nothing to do");
+    wrong += !latency_row(o, p, &wide, 64, "max_seq_len 64: no combine is launched");
+    wrong += !latency_row(o, p, &wide, 0, "the combine finds nothing to do");
+    printf("# one request, and four; last column: the target\n%s\n", head);
+    for (int i = 0; i < (int)(sizeof targets / sizeof targets[0]); i++)
+        wrong += !latency_row(o, p, &targets[i], 0, "");
+    printf("# small to middling batches; last columns: BF16 and SnapMLA kernels on an H800, where "
+           "known\n%s\n", head);
+    for (int i = 0; i < (int)(sizeof matrix / sizeof matrix[0]); i++)
+        wrong += !latency_row(o, p, &matrix[i], 0, "");
+    printf("# snapmla_plan: all requests of 4096 tokens, and of mixed lengths up to 128K\n"
+           " heads  batch      same     mixed\n");
+    for (int batch = 1; batch <= 4096; batch *= 2) plan_row(o, batch, 16);
+    for (int batch = 1; batch <= 4096; batch *= 8) plan_row(o, batch, 128);
+    return wrong;
+}
+
+/* ================================================================================================
    arguments
    ============================================================================================== */
 static void usage(const char *flag, const char *why)
@@ -914,6 +1044,10 @@ static void parse(options *o, int argc, char **argv)
             o->rested = 0;
             continue;
         }
+        if (strcmp(flag, "--latency") == 0) {
+            o->latency = 1;
+            continue;
+        }
         if (strcmp(flag, "--varlen") == 0) {
             o->varlen = 1;
             continue;
@@ -978,8 +1112,8 @@ int main(int argc, char **argv)
     double ceiling = read_ceiling(&p, &o);
     report_header(&o, &p, ceiling, empty.median_us);
 
-    int wrong = 0;
-    for (int i = 0; i < o.cases; i++)
+    int wrong = o.latency ? bench_latency(&o, &p, empty.median_us) : 0;
+    for (int i = 0; i < o.cases && !o.latency; i++)
         for (int page = 0; page < o.page.n; page++)
             for (int mode = 0; mode < o.mode.n; mode++)
                 for (int path = 0; path < o.path.n; path++)

@@ -116,6 +116,7 @@ else
     for arch in $ARCHS; do step "header_$arch" $make "build/arch/impl_$arch.o"; done
     step examples_all_archs $make examples_all_archs
     step tiny_mla $make build/tiny_mla
+    cmocka_program test_plan
     cmocka_program test_api
     cmocka_program test_wrong_arch
     gpu_ok=1
@@ -127,6 +128,7 @@ else
     if grep -qs '^gpu: device:' build/log/test_gpu.txt; then # the examples check themselves
         step run_01_minimal sh -c "$make build/01_minimal && build/01_minimal"
         step run_02_from_c sh -c "$make build/02_from_c && build/02_from_c"
+        step run_03_cuda_graph sh -c "$make build/03_cuda_graph && build/03_cuda_graph"
         step run_tiny_mla build/tiny_mla --check
     fi
     script check_header tests/check_header.sh

@@ -16,6 +16,7 @@
 int run_data_tests(void);
 int run_decode_tests(void);
 int run_edge_tests(void);
+int run_graph_tests(void);
 int run_accuracy_tests(void);
 
 /* ================================================================================================
@@ -221,6 +222,7 @@ int main(int argc, char **argv)
         print_message("path: %s\n", gpu_path_name(gpu_path));
         failed += run_decode_tests();
         failed += run_edge_tests();
+        failed += run_graph_tests();
         failed += run_accuracy_tests();
     }
     return failed != 0;
