@@ -42,7 +42,8 @@
 
    FUNCTIONS   contracts stand at >>api
        snapmla_version  snapmla_result_string  snapmla_device_supported  snapmla_resolve
-       snapmla_quantize_q  snapmla_append  snapmla_fetch                          data flow
+       snapmla_quantize_q  snapmla_append  snapmla_fetch  snapmla_copy_pages  snapmla_import
+                                                                                  data flow
        snapmla_plan_bytes  snapmla_plan  snapmla_decode_workspace  snapmla_decode  attention
        snapmla_merge                                                              several GPUs
 
@@ -221,7 +222,27 @@ extern "C" {
     X(SNAPMLA_ERROR_KEY_STRIDE, -50, "latent_stride or rope_stride is smaller than a row")         \
     X(SNAPMLA_ERROR_NULL_SLOTS, -51, "slots is NULL")                                              \
     X(SNAPMLA_ERROR_PARTS, -52, "parts is negative, or 0 with rows to write")                      \
-    X(SNAPMLA_ERROR_PART_STRIDE, -53, "a part stride is smaller than a part")
+    X(SNAPMLA_ERROR_PART_STRIDE, -53, "a part stride is smaller than a part")                      \
+    X(SNAPMLA_ERROR_NULL_POSITIONS, -54, "rotation.cosines without rotation.positions")            \
+    X(SNAPMLA_ERROR_NULL_COSINES, -55, "rotation.positions without rotation.cosines")              \
+    X(SNAPMLA_ERROR_ROTATION_ALIGN, -56, "rotation.positions, cosines or sines is misaligned")     \
+    X(SNAPMLA_ERROR_ROTATION_STRIDE, -57, "rotation.table_stride is smaller than a row")           \
+    X(SNAPMLA_ERROR_ROTATION_LAYOUT, -58, "rotation.layout is not one of snapmla_rope_layout")     \
+    X(SNAPMLA_ERROR_NORM_TYPE, -59, "norm.weight_type is not one of snapmla_number")               \
+    X(SNAPMLA_ERROR_NORM_ALIGN, -60, "norm.weight is not 16-byte aligned")                         \
+    X(SNAPMLA_ERROR_NORM_EPS, -61, "norm.eps is negative, NaN or infinite")                        \
+    X(SNAPMLA_ERROR_SLOTS_TWICE, -62, "both slots and block_table are given")                      \
+    X(SNAPMLA_ERROR_NULL_ROW_STARTS, -63, "row_starts is NULL although block_table is given")      \
+    X(SNAPMLA_ERROR_LAYERS, -64, "layers is negative")                                             \
+    X(SNAPMLA_ERROR_NULL_SOURCE, -65, "source or destination is NULL")                             \
+    X(SNAPMLA_ERROR_LAYERS_DIFFER, -66, "the layers of source or destination differ in more than pointers") \
+    X(SNAPMLA_ERROR_COPY_FORMAT, -67, "source and destination differ in page_size or dims")        \
+    X(SNAPMLA_ERROR_NULL_PAIRS, -68, "pairs is NULL")                                              \
+    X(SNAPMLA_ERROR_SOURCE_FORMAT, -69, "format is not one of snapmla_source_format")              \
+    X(SNAPMLA_ERROR_SOURCE_ALIGN, -70, "source or a source stride is not aligned as documented")   \
+    X(SNAPMLA_ERROR_SOURCE_STRIDE, -71, "a source stride is smaller than a row or page")           \
+    X(SNAPMLA_ERROR_SOURCE_PAGE_SIZE, -72, "source_page_size is not a power of two from 1 to 1024") \
+    X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, row_starts or another table is misaligned")
 
 typedef enum snapmla_result {
 #define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
@@ -319,6 +340,42 @@ typedef struct snapmla_decode_desc {
     size_t workspace_bytes;     /* at least what snapmla_decode_workspace() says */
 } snapmla_decode_desc;
 
+/* Which dims of a rope part form pair i, the pair that turns by the i-th angle.  A rotated pair stays
+   where it was, so queries and keys must come in the same layout. */
+typedef enum snapmla_rope_layout {
+    SNAPMLA_ROPE_INTERLEAVED = 0, /* 2i and 2i + 1: DeepSeek's checkpoints */
+    SNAPMLA_ROPE_HALF_SPLIT = 1,  /* i and i + rope_dim / 2: NeoX, Llama */
+    SNAPMLA_ROPE_FORCE_INT = 0x7fffffff
+} snapmla_rope_layout;
+
+/* RoPE on the way in: (a, b) of pair i becomes (a cos - b sin, b cos + a sin), rounded to bf16.  To
+   the bit, in f32: fma(a, cos, -(b * sin)) and fma(b, cos, a * sin), each product rounded. */
+typedef struct snapmla_rotation {
+    const int64_t *positions; /* device, i64 [tokens], each inside the tables; NULL = no rotation */
+    const float *cosines;     /* device, f32 [positions, rope_dim / 2] */
+    const float *sines;       /* device, f32, the same shape; NULL = right behind each row of cosines */
+    int64_t table_stride;     /* elements from position to position, 0 = rope_dim when sines is NULL,
+                                 else rope_dim / 2 */
+    snapmla_rope_layout layout;
+} snapmla_rotation;
+
+typedef enum snapmla_number {
+    SNAPMLA_NUMBER_BF16 = 0,
+    SNAPMLA_NUMBER_F32 = 1,
+    SNAPMLA_NUMBER_FORCE_INT = 0x7fffffff
+} snapmla_number;
+
+/* RMSNorm of a latent on the way in: bf16(x * r * weight), r = 1 / sqrt(mean of squares + eps).  To the
+   bit, in f32: runs of 8 dims are summed by fma in ascending order, from 0; then the upper half of
+   the n sums is added to the lower half, n / 2 + i to i, until one is left.
+   r = 1 / sqrt(sum / latent_dim + eps), every operation rounded; (x * r) * weight.  A sum that is
+   Inf or NaN makes the whole token NaN. */
+typedef struct snapmla_norm {
+    const void *weight;         /* device, [latent_dim], 16-byte aligned; NULL = no norm */
+    snapmla_number weight_type; /* of the weight: bf16 or f32 */
+    float eps;                  /* 0 = 1e-6 */
+} snapmla_norm;
+
 /* Quantise queries to the three planes that snapmla_decode() takes. */
 typedef struct snapmla_quantize_q_desc {
     int64_t tokens;         /* query tokens, batch * s_q; 0 = nothing to do */
@@ -332,6 +389,11 @@ typedef struct snapmla_quantize_q_desc {
     float *q_scale;         /* device, f32 [tokens, heads] */
     void *q_rope;           /* device, bf16 [tokens, heads, rope_dim], 16-byte aligned */
     cudaStream_t stream;
+    const void *rope;          /* device, bf16 [tokens, heads, rope_dim], 16-byte rows; NULL = right
+                                  behind each latent, else q is bf16 [tokens, heads, latent_dim] */
+    int64_t rope_token_stride; /* elements, multiples of 8; 0 = dense; ignored when rope is NULL */
+    int64_t rope_head_stride;
+    snapmla_rotation rotation; /* all zero: the rope part is rotated already */
 } snapmla_quantize_q_desc;
 
 /* Quantise keys and write them into cache slots. */
@@ -346,19 +408,68 @@ typedef struct snapmla_append_desc {
     const int64_t *slots;  /* device, i64 [tokens]: page * page_size + offset; negative = skip.  No
                               slot may appear twice in one call */
     cudaStream_t stream;
+    snapmla_norm norm;         /* all zero: the latent is normed already */
+    snapmla_rotation rotation; /* all zero: the rope part is rotated already */
 } snapmla_append_desc;
 
 /* Read cached tokens back as BF16: latent = content * scale, rope = rope * scale. */
 typedef struct snapmla_fetch_desc {
     snapmla_cache cache;   /* read only */
     int64_t tokens;        /* 0 = nothing to do */
-    const int64_t *slots;  /* device, i64 [tokens]; negative = a row of zeros */
+    const int64_t *slots;  /* device, i64 [tokens]; negative = a row of zeros; NULL = block_table */
     void *latent;          /* device, bf16 [tokens, latent_dim], 2-byte aligned */
     int64_t latent_stride; /* elements, 0 = latent_dim + rope_dim when rope is NULL, else latent_dim */
     void *rope;            /* device, bf16 [tokens, rope_dim]; NULL = right behind each latent row */
     int64_t rope_stride;   /* elements, 0 = rope_dim; ignored when rope is NULL */
     cudaStream_t stream;
+    /* The other way to name tokens: request b's positions first[b], first[b] + 1, ... go to rows
+       row_starts[b] .. row_starts[b + 1] - 1.  A negative page id, or a position that is negative or
+       past the table, gives a row of zeros; rows past row_starts[batch] are left alone. */
+    const int32_t *block_table; /* device, i32 [batch, block_table_width] */
+    int64_t block_table_stride; /* elements, 0 = block_table_width */
+    int32_t block_table_width;
+    int32_t batch;
+    const int32_t *row_starts; /* device, i32 [batch + 1], ascending; tokens = the last, or more */
+    const int32_t *first;      /* device, i32 [batch]; NULL = all 0 */
 } snapmla_fetch_desc;
+
+/* Copy pages, all three planes as they are, from caches to caches or within one, for many layers. */
+typedef struct snapmla_copy_pages_desc {
+    int32_t layers;                   /* 0 = nothing to do.  One launch for every 80 of them */
+    const snapmla_cache *source;      /* host, [layers]: read; they differ in pointers only */
+    const snapmla_cache *destination; /* host, [layers]: written; the same, and the source's
+                                         page_size and dims; strides and pages may be others */
+    int64_t count;                    /* pairs; 0 = nothing to do */
+    const int32_t *pairs;             /* device, i32 [count, 2]: source page, destination page, 8-byte
+                                         aligned; a negative id in either skips the pair.  No page
+                                         may be written twice, or written and read, in one call */
+    cudaStream_t stream;
+} snapmla_copy_pages_desc;
+
+typedef enum snapmla_source_format {
+    SNAPMLA_SOURCE_BF16 = 0,        /* bf16 [576]: latent, rope; normed and rotated */
+    SNAPMLA_SOURCE_RECORD_656 = 1,  /* FlashMLA's FP8 cache: 512 e4m3, four f32 scales of 128 dims each,
+                                       64 bf16 of unscaled rope */
+    SNAPMLA_SOURCE_FORCE_INT = 0x7fffffff
+} snapmla_source_format;
+
+/* Convert tokens of another paged cache.  A record's latent is bf16(e4m3 * its f32 scale); from there
+   on the token is quantised as snapmla_append() does. */
+typedef struct snapmla_import_desc {
+    snapmla_cache cache; /* written */
+    snapmla_source_format format;
+    int32_t source_page_size;    /* tokens a page, a power of two from 1 to 1024, 0 = the cache's */
+    const void *source;          /* device, [pages, source_page_size] rows; bf16: 2-byte aligned, records:
+                                    4-byte; fast where rows are 16-byte aligned */
+    int64_t source_row_stride;   /* bf16: elements, 0 = 576; records: bytes, 0 = 656, a multiple of 4 */
+    int64_t source_page_stride;  /* in the same unit, 0 = dense */
+    int64_t tokens;              /* 0 = nothing to do */
+    const int64_t *source_slots; /* device, i64 [tokens]: source page * source_page_size + offset;
+                                    negative = skip; NULL = 0, 1, 2, ... */
+    const int64_t *slots;        /* device, i64 [tokens]: where to; negative = skip; NULL = the same as
+                                    source_slots.  No slot may appear twice in one call */
+    cudaStream_t stream;
+} snapmla_import_desc;
 
 /* Merge attention over disjoint sets of keys, e.g. of several GPUs. */
 typedef struct snapmla_merge_desc {
@@ -398,14 +509,25 @@ SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
 
 /* Quantise queries: scale = max(amax|latent|, 1e-26) / 448, content = e4m3(latent / scale),
    rope = bf16(rope / scale), each rounded to nearest even.  A head whose latent holds NaN or Inf
-   becomes all NaN.  The same bits as snapmla_ref_quantize(). */
+   becomes all NaN.  With rotation, the rope part is rotated first.  The same bits as
+   snapmla_ref_quantize_q(). */
 SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *desc);
 
-/* Quantise keys by the same rule and write them to their slots; touches nothing else. */
+/* Quantise keys by the same rule and write them to their slots; touches nothing else.  With norm and
+   rotation the raw rows of the kv_a projection may come in: the norm's and the rotation's results
+   are rounded to bf16, and from there on it is the row of a plain call.  The same bits as
+   snapmla_ref_append(). */
 SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc);
 
-/* Gather tokens back to BF16. */
+/* Gather tokens back to BF16, by slots or by ranges of requests. */
 SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc);
+
+/* Copy pages byte for byte: sharing a prefix before it is written to, defragmentation, another
+   worker's cache. */
+SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *desc);
+
+/* Quantise tokens of a cache in another format into this one. */
+SNAPMLA_API snapmla_result snapmla_import(const snapmla_import_desc *desc);
 
 /* Bytes that step->plan needs for this batch, s_q, heads, format, policy, path and sm_count.
    seq_lens, plan and stream are not looked at. */
