@@ -111,7 +111,7 @@ build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_
   | build/libcmocka.so.0
 	$(c99) -o $@ $< $(cmocka) -lm -lpthread
 
-build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h $(headers) | build
+build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h tests/gpu_rows.h $(headers) | build
 	$(c99) -c -o $@ $<
 
 build/test_api: build/test_api.o build/impl.o | build/libcmocka.so.0
