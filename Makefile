@@ -30,7 +30,9 @@ tiny_cpu   = $(tiny)/tiny_mla.c $(tiny)/model.c $(tiny)/backend_cpu.c
 tiny_gpu   = $(tiny_cpu) $(tiny)/backend_gpu.cu
 tiny_h     = $(wildcard $(tiny)/*.h)
 gpu_tests  = build/gpu_util.o $(patsubst tests/%.c,build/%.o,$(wildcard tests/test_gpu*.c))
-examples   = $(wildcard examples/*.cu examples/*/*.cu)
+have_cublas = $(wildcard $(CUDA_HOME)/include/cublas_v2.h)
+examples   = $(if $(have_cublas),,$(info cuBLAS is missing: examples/04_mla_layer.cu is left out)) \
+  $(filter-out $(if $(have_cublas),,%/04_mla_layer.cu),$(wildcard examples/*.cu examples/*/*.cu))
 
 help:
 	@echo 'make demo      a small MLA language model writes text from a SnapMLA cache'
@@ -50,7 +52,8 @@ demo:
 test:
 	@tests/run.sh
 
-examples: build/01_minimal build/02_from_c build/bench build/tiny_mla
+examples: build/01_minimal build/02_from_c build/bench build/tiny_mla build/libsnapmla.so \
+  $(if $(have_cublas),build/04_mla_layer)
 
 bench: build/bench
 	build/bench
@@ -70,6 +73,13 @@ build/01_minimal: examples/01_minimal.cu $(headers) | build
 
 build/bench: examples/bench.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
+
+build/04_mla_layer: examples/04_mla_layer.cu snapmla.cuh | build
+	$(nvcc) $(run_code) -o $@ $< -lcublas
+
+# what examples/05_embed/embed.py loads
+build/libsnapmla.so: snapmla.cuh | build
+	$(nvcc) $(run_code) -Xcompiler -fPIC -shared -x cu -DSNAPMLA_IMPLEMENTATION -o $@ $<
 
 build/02_from_c: examples/02_from_c/main.c build/02_from_c.o $(headers)
 	$(c99) -o $@ $< build/02_from_c.o $(cudart) -lstdc++

@@ -176,7 +176,7 @@ extern "C" {
     X(SNAPMLA_ERROR_BATCH, -4, "batch is negative")                                                \
     X(SNAPMLA_ERROR_S_Q, -5, "s_q is negative")                                                    \
     X(SNAPMLA_ERROR_HEADS, -6, "heads is negative, or batch, s_q and heads overflow together")     \
-    X(SNAPMLA_ERROR_TOKENS, -7, "tokens, rows or count is negative, or too large")                                     \
+    X(SNAPMLA_ERROR_TOKENS, -7, "tokens, rows or count is negative, or too large")                 \
     X(SNAPMLA_ERROR_LATENT_DIM, -8, "latent_dim is not supported")                                 \
     X(SNAPMLA_ERROR_ROPE_DIM, -9, "rope_dim is not supported with this latent_dim")                \
     X(SNAPMLA_ERROR_PAGE_SIZE, -10, "page_size is not a power of two from 1 to 1024")              \

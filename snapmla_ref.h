@@ -14,7 +14,8 @@
 
    FUNCTIONS  snapmla_ref_quantize  snapmla_ref_rms_norm  snapmla_ref_rotate  snapmla_ref_quantize_q
               snapmla_ref_append  snapmla_ref_fetch  snapmla_ref_copy_pages  snapmla_ref_import
-              snapmla_ref_decode  snapmla_ref_merge; conversions snapmla_ref_e4m3_from_float  snapmla_ref_e4m3_to_float
+              snapmla_ref_decode  snapmla_ref_merge; conversions
+              snapmla_ref_e4m3_from_float  snapmla_ref_e4m3_to_float
               snapmla_ref_bf16_from_float  snapmla_ref_bf16_to_float; contracts stand at >>api
 
    FORMATS    L = latent_dim (512), R = rope_dim (64), P = page_size (64)
@@ -58,7 +59,8 @@
        A key with NaN content or a scale that is NaN or Inf makes those rows NaN that see it, and no
        other (BF16: a key with NaN or Inf in its latent).  Logits of -inf weigh 0.
        fetch multiplies in f32, then rounds to bf16.  RMSNorm and RoPE on the way in follow the orders
-       of operations at snapmla_ref_rms_norm() and snapmla_ref_rotate(), which the kernels keep.  merge skips parts with lse -inf.
+       of operations at snapmla_ref_rms_norm() and snapmla_ref_rotate(), which the kernels keep.
+       merge skips parts with lse -inf.
 
    CHECKS AND LIMITS
        -1 means: an argument out of its documented range, a stride smaller than a row, a missing
