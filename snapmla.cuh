@@ -30,8 +30,9 @@
 
    NEEDS       a GPU of compute capability 8.0 or newer, CUDA 12.8 or newer, -std=c++17 for the
                implementation.  Nothing to link but the CUDA runtime that nvcc links anyway.
-   DOES        append, quantise queries, plan, split-KV decode (paged, causal, several query tokens),
-               merge partial results, read tokens back.  Any number of heads, any mix of lengths.
+   DOES        append (with RMSNorm and RoPE, if asked), quantise queries (with RoPE), plan, split-KV
+               decode (paged, causal, several query tokens), merge partial results, read tokens back,
+               copy pages, import other caches.  Any number of heads, any mix of lengths.
    DOES NOT    prefill, backward, project (W_UK, W_UV stay with you), allocate, print, synchronise,
                set the device, keep state, check what lies in device memory.
 
@@ -69,6 +70,19 @@
        Both rope and content are divided by one scale, so one factor serves both products (SnapMLA,
        arXiv 2602.10718, eq. 6).  If the latents of a query and a key are both all zero while both
        ropes are not, that factor underflows and their logit is NaN.
+
+   DATA FLOW           one launch each, at the speed of memory, bit for bit what snapmla_ref.h gives
+       kv_a_proj's output   -> snapmla_append, with norm and rotation: one call from projection to cache
+       absorbed q and rope  -> snapmla_quantize_q, from one tensor or two, rotating the rope part;
+                               or leave q as BF16 and already rotated, and decode quantises it
+       prefill over a cached prefix     <- snapmla_fetch, by slots or by requests' position ranges
+       a prefix that is about to differ, defragmentation, another worker: snapmla_copy_pages
+       a BF16 or FlashMLA FP8 cache     -> snapmla_import
+       Rows that are not aligned to 16 bytes are read and written by halves: slower, as correct.
+       RoPE turns pairs in place, in the layout that the caller names.  Norm and rotation are rounded
+       to BF16, so a fused call gives the bytes of the same call on prepared rows; their order of
+       operations is written down at snapmla_norm and snapmla_rotation.  A token whose sum of squares
+       is Inf becomes NaN as a whole, where other norms would quietly make it zeros.
 
    OPTIONS
        the same in every file      SNAPMLA_STATIC   the API is static: everything in the one .cu file
@@ -166,7 +180,7 @@ extern "C" {
 
    0 is success, every failed check has a code of its own, and nothing is written or launched when
    a function returns anything but SNAPMLA_OK.  Arguments are checked in the order of this list, the
-   device after them.
+   device after them; snapmla_copy_pages() looks at its two arrays before what they hold.
    ============================================================================================== */
 #define SNAPMLA_RESULT_LIST(X)                                                                     \
     X(SNAPMLA_OK, 0, "ok")                                                                         \

@@ -1,6 +1,6 @@
-"""embed.py - snapmla inside a foreign code base: a shared library made of the header, called by ctypes.
+r"""embed.py - snapmla inside a foreign code base: a shared library made of the header, called by ctypes.
 
-    nvcc -O3 -std=c++17 -arch=sm_90a -Xcompiler -fPIC -shared -x cu -DSNAPMLA_IMPLEMENTATION \\
+    nvcc -O3 -std=c++17 -arch=sm_90a -Xcompiler -fPIC -shared -x cu -DSNAPMLA_IMPLEMENTATION \
         snapmla.cuh -o libsnapmla.so
     python3 examples/05_embed/embed.py ./libsnapmla.so
 
