@@ -78,7 +78,7 @@
        prefill over a cached prefix     <- snapmla_fetch, by slots or by requests' position ranges
        a prefix that is about to differ, defragmentation, another worker: snapmla_copy_pages
        a BF16 or FlashMLA FP8 cache     -> snapmla_import
-       Rows that are not aligned to 16 bytes are read and written by halves: slower, as correct.
+       Rows that are not aligned to 16 bytes go in pieces of 2 or 4 bytes: slower, as correct.
        RoPE turns pairs in place, in the layout that the caller names.  Norm and rotation are rounded
        to BF16, so a fused call gives the bytes of the same call on prepared rows; their order of
        operations is written down at snapmla_norm and snapmla_rotation.  A token whose sum of squares
@@ -936,7 +936,8 @@ SMLA_DEV float smla_scaled_rope(float x, float scale, const smla_reciprocal &r, 
 {
     const float y = smla_quotient(x, r);
     const bool exact = !large && fabsf(y) >= 1e-30f; /* false if y is NaN */
-    return exact || x == 0.0f ? y : smla_div_rn(x, scale);
+    const bool zero = __float_as_uint(x) << 1 == 0; /* where a build flushes subnormals, too */
+    return exact || zero ? y : smla_div_rn(x, scale);
 }
 
 SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
@@ -1049,17 +1050,20 @@ SMLA_DEV smla_turn smla_load_turn(const smla_rotation &r, int64_t token)
     return t;
 }
 
+/* -x, subnormal or not, whatever -use_fast_math says. */
+SMLA_DEV float smla_minus(float x) { return __uint_as_float(__float_as_uint(x) ^ 0x80000000u); }
+
 /* A lane holds dims 2 * lane and 2 * lane + 1. */
 SMLA_DEV uint32_t smla_rotate(uint32_t rope, const smla_turn &t, bool half_split)
 {
     const float a = smla_bf16_lo(rope), b = smla_bf16_hi(rope);
     if (!half_split)
-        return smla_bf16x2_rn(smla_fma_rn(a, t.cosine.x, -smla_mul_rn(b, t.sine.x)),
+        return smla_bf16x2_rn(smla_fma_rn(a, t.cosine.x, smla_minus(smla_mul_rn(b, t.sine.x))),
                               smla_fma_rn(b, t.cosine.x, smla_mul_rn(a, t.sine.x)));
     const uint32_t other = __shfl_xor_sync(~0u, rope, 16); /* the other halves of both pairs */
     float c = smla_mul_rn(smla_bf16_lo(other), t.sine.x);
     float d = smla_mul_rn(smla_bf16_hi(other), t.sine.y);
-    if ((threadIdx.x & 16) == 0) c = -c, d = -d;
+    if ((threadIdx.x & 16) == 0) c = smla_minus(c), d = smla_minus(d);
     return smla_bf16x2_rn(smla_fma_rn(a, t.cosine.x, c), smla_fma_rn(b, t.cosine.y, d));
 }
 
@@ -1132,8 +1136,8 @@ SMLA_DEV void smla_norm(smla_row &row, const smla_weights &weights, const smla_n
     float sum = smla_add_rn(smla_sum_of_squares_8(row.latent[0]),
                             smla_sum_of_squares_8(row.latent[1]));
     SMLA_UNROLL
-    for (int far = 16; far > 0; far /= 2)
-        sum = smla_add_rn(sum, __shfl_xor_sync(~0u, sum, far));
+    for (int mask = 16; mask > 0; mask /= 2)
+        sum = smla_add_rn(sum, __shfl_xor_sync(~0u, sum, mask));
     float r = __uint_as_float(smla_kNanF32);
     if (smla_is_finite(sum))
         r = smla_div_rn(1.0f, smla_sqrt_rn(smla_add_rn(smla_mul_rn(sum, 1.0f / smla_kLatent), n.eps)));
