@@ -9,7 +9,7 @@ pointer: data_ptr() of tensors where torch is installed, plain cudaMalloc() wher
 that are all alike are cached, so that attention must return their latent, as rounded to e4m3.
 Expected output (or `memory from cudaMalloc`):
 
-    snapmla 100, memory from torch: the largest error is 0.9 of what e4m3 explains
+    snapmla 100, memory from torch: the largest error is 0.8 of what e4m3 explains
     OK
 
 Exit code: 0 = OK, 1 = wrong or failed, 2 = no GPU that can run it (the reason is printed)."""
