@@ -272,20 +272,20 @@ static void plus(const void **pointer, int bytes) { *pointer = (const char *)*po
 #define BAD_RECORDS(wanted, ...) BAD_OF(good_import_records, import, import, wanted, __VA_ARGS__)
 
 /* A wrong rotation, in both descs that have one. */
-#define BAD_ROTATION(wanted, ...)                                             \
-    do {                                                                      \
+#define BAD_ROTATION(wanted, ...)                                            \
+    do {                                                                     \
         BAD_ROTATED(wanted, snapmla_rotation *r = &d.rotation; __VA_ARGS__); \
         BAD_RAW(wanted, snapmla_rotation *r = &d.rotation; __VA_ARGS__);     \
     } while (0)
 
 /* A wrong cache, in every desc that has one. */
-#define BAD_CACHE(wanted, ...)                                        \
-    do {                                                              \
-        BAD_DECODE(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
-        BAD_APPEND(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
-        BAD_FETCH(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
-        BAD_IMPORT(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
-        BAD_COPY(wanted, snapmla_cache *c = copy_from; __VA_ARGS__);  \
+#define BAD_CACHE(wanted, ...)                                         \
+    do {                                                               \
+        BAD_DECODE(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_APPEND(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_FETCH(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);   \
+        BAD_IMPORT(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_COPY(wanted, snapmla_cache *c = copy_from; __VA_ARGS__);   \
         BAD_COPY(wanted, snapmla_cache *c = copy_to + 2; __VA_ARGS__); \
     } while (0)
 
@@ -728,7 +728,8 @@ static void test_rotation_and_norm(void **state)
     BAD_ROTATION(SNAPMLA_ERROR_NULL_COSINES, r->cosines = NULL);
     BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, SHIFT(r->positions, 4));
     BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, SHIFT(r->cosines, 2));
-    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, r->sines = (const float *)at(28), SHIFT(r->sines, 1));
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, r->sines = (const float *)at(28),
+                 SHIFT(r->sines, 1));
     BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->table_stride = 63);
     BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->table_stride = -64);
     BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->sines = (const float *)at(28),
@@ -849,7 +850,8 @@ static void test_order_of_checks(void **state)
     BAD_RAW(SNAPMLA_ERROR_NULL_COSINES, d.rotation.cosines = NULL, d.norm.eps = -1);
     BAD_RANGES(SNAPMLA_ERROR_TABLE_WIDTH, d.block_table_width = -1, d.latent = NULL);
     BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_from[1].pages = 1, d.pairs = NULL);
-    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_FORMAT, d.format = (snapmla_source_format)7, SHIFT(d.source, 1));
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_FORMAT, d.format = (snapmla_source_format)7,
+               SHIFT(d.source, 1));
 }
 
 /* ================================================================================================

@@ -20,11 +20,11 @@ int run_flow_tests(void);
 enum { kHalf = kRope / 2, kPositions = 300 };
 
 typedef struct turns {
-    int split;        /* cosines and sines in two tables */
-    int64_t stride;   /* of a row of either */
-    float *cosines;   /* host; all of it when not split */
+    int split;      /* cosines and sines in two tables */
+    int64_t stride; /* of a row of either */
+    float *cosines; /* host; all of it when not split */
     float *sines;
-    size_t bytes;     /* of one table */
+    size_t bytes; /* of one table */
     int64_t *positions;
     int64_t tokens;
     gpu_mem d_cosines, d_sines, d_positions;
@@ -306,10 +306,11 @@ static void check_append_raw(uint64_t seed, const append_case *c)
     if (c->rotate) ref.rotation = turns_host(&t);
     assert_int_equal(snapmla_ref_append(&ref), 0);
 
-    print_message("append: page %d, layout %d, norm %d (wild %d, eps %g), rotate %d (split %d, layout "
-                  "%d), two %d, gap %d, shift %d, %d tokens\n", c->page_size, (int)c->how, c->norm,
-                  c->wild, (double)c->eps, c->rotate, c->split, c->layout, c->two, (int)c->gap,
-                  (int)c->shift, (int)c->tokens);
+    print_message(
+        "append: page %d, layout %d, norm %d (wild %d, eps %g), rotate %d (split %d, layout "
+        "%d), two %d, gap %d, shift %d, %d tokens\n",
+        c->page_size, (int)c->how, c->norm, c->wild, (double)c->eps, c->rotate, c->split, c->layout,
+        c->two, (int)c->gap, (int)c->shift, (int)c->tokens);
     unsigned char *got = (unsigned char *)tu_alloc(p->cache_size, 0);
     gpu_get(&p->d_cache, got);
     TU_CHECK_BYTES(got, p->cache_bytes, p->cache_size);
@@ -468,13 +469,14 @@ static void check_fetch_ranges(uint64_t seed, int page_size, layout how, int bat
     for (int b = 0; b < batch; b++) {
         for (int i = 0; i < width; i++) {
             table[b * table_stride + i] = (int32_t)tu_below(&rng, pages);
-            if (tu_below(&rng, 10) == 0) table[b * table_stride + i] = -1 - (int32_t)tu_below(&rng, 9);
+            if (tu_below(&rng, 10) == 0)
+                table[b * table_stride + i] = -1 - (int32_t)tu_below(&rng, 9);
         }
         const int rows = tu_below(&rng, 3) ? (int)tu_below(&rng, (uint32_t)max_rows + 1) : 0;
         starts[b + 1] = starts[b] + rows;
         first[b] = (int32_t)tu_below(&rng, (uint32_t)(width * page_size));
-        if (tu_below(&rng, 12) == 0) first[b] = -2;                     /* before the request */
-        if (tu_below(&rng, 12) == 0) first[b] = width * page_size - 1;  /* and past its table */
+        if (tu_below(&rng, 12) == 0) first[b] = -2;                    /* before the request */
+        if (tu_below(&rng, 12) == 0) first[b] = width * page_size - 1; /* and past its table */
         if (tu_below(&rng, 20) == 0) first[b] = INT32_MAX;
     }
     const int64_t tokens = starts[batch] + 5; /* the last rows are nobody's */
@@ -611,8 +613,8 @@ static void test_fetch_many_rows(void **state)
    ============================================================================================== */
 enum { kMostLayers = 170 };
 
-static void check_copy(uint64_t seed, int page_size, layout from_layout, layout to_layout, int layers,
-                       int count, int within)
+static void check_copy(uint64_t seed, int page_size, layout from_layout, layout to_layout,
+                       int layers, int count, int within)
 {
     static problem *from[kMostLayers], *to[kMostLayers];
     static snapmla_cache d_from[kMostLayers], d_to[kMostLayers];
@@ -637,7 +639,8 @@ static void check_copy(uint64_t seed, int page_size, layout from_layout, layout 
     for (int i = 0; i < count; i++) {
         pairs[2 * i] = (int32_t)tu_below(&rng, (uint32_t)count) * (within ? 2 : 1);
         pairs[2 * i + 1] = 2 * order[i] + 1;
-        if (tu_below(&rng, 9) == 0) pairs[2 * i + tu_below(&rng, 2)] = -1 - (int32_t)tu_below(&rng, 99);
+        if (tu_below(&rng, 9) == 0)
+            pairs[2 * i + tu_below(&rng, 2)] = -1 - (int32_t)tu_below(&rng, 99);
     }
     gpu_mem d_pairs = gpu_new_from(pairs, (size_t)count * 8, 8);
     snapmla_copy_pages_desc d;
@@ -783,9 +786,10 @@ static void check_import(uint64_t seed, const import_case *c)
     ref.slots = c->slots ? slots : NULL;
     ref.source_slots = c->source_slots ? source_slots : NULL;
     assert_int_equal(snapmla_ref_import(&ref), 0);
-    print_message("import: records %d, page %d of %d, layout %d, gaps %d %d, shift %d, slots %d %d\n",
-                  c->records, c->page_size, source_page, (int)c->how, (int)c->row_gap,
-                  (int)c->page_gap, (int)c->shift, c->slots, c->source_slots);
+    print_message(
+        "import: records %d, page %d of %d, layout %d, gaps %d %d, shift %d, slots %d %d\n",
+        c->records, c->page_size, source_page, (int)c->how, (int)c->row_gap, (int)c->page_gap,
+        (int)c->shift, c->slots, c->source_slots);
     unsigned char *got = (unsigned char *)tu_alloc(p->cache_size, 0);
     gpu_get(&p->d_cache, got);
     TU_CHECK_BYTES(got, p->cache_bytes, p->cache_size);
@@ -804,14 +808,22 @@ static void test_import(void **state)
     (void)state;
     gpu_need();
     static const import_case cases[] = {
-        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 0, 0, 300},  {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 0, 0, 300},
-        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 300},  {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 300},
-        {0, 64, 16, LAYOUT_RECORD, 8, 16, 16, 1, 1, 300}, {1, 64, 16, LAYOUT_RECORD, 16, 32, 16, 1, 1, 300},
-        {0, 16, 64, LAYOUT_PADDED, 0, 8, 16, 0, 1, 300}, {1, 16, 64, LAYOUT_PADDED, 0, 16, 16, 0, 1, 300},
-        {0, 1, 1, LAYOUT_DENSE, 0, 0, 16, 1, 0, 200},   {1, 1, 1, LAYOUT_DENSE, 0, 0, 16, 1, 0, 200},
-        {0, 64, 1024, LAYOUT_DENSE, 1, 3, 2, 1, 1, 200}, {1, 64, 1024, LAYOUT_DENSE, 4, 8, 4, 1, 1, 200},
-        {0, 1024, 2, LAYOUT_DENSE, 0, 0, 6, 0, 1, 100}, {1, 1024, 2, LAYOUT_DENSE, 0, 0, 8, 0, 1, 100},
-        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 1},    {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 5000},
+        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 0, 0, 300},
+        {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 0, 0, 300},
+        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 300},
+        {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 300},
+        {0, 64, 16, LAYOUT_RECORD, 8, 16, 16, 1, 1, 300},
+        {1, 64, 16, LAYOUT_RECORD, 16, 32, 16, 1, 1, 300},
+        {0, 16, 64, LAYOUT_PADDED, 0, 8, 16, 0, 1, 300},
+        {1, 16, 64, LAYOUT_PADDED, 0, 16, 16, 0, 1, 300},
+        {0, 1, 1, LAYOUT_DENSE, 0, 0, 16, 1, 0, 200},
+        {1, 1, 1, LAYOUT_DENSE, 0, 0, 16, 1, 0, 200},
+        {0, 64, 1024, LAYOUT_DENSE, 1, 3, 2, 1, 1, 200},
+        {1, 64, 1024, LAYOUT_DENSE, 4, 8, 4, 1, 1, 200},
+        {0, 1024, 2, LAYOUT_DENSE, 0, 0, 6, 0, 1, 100},
+        {1, 1024, 2, LAYOUT_DENSE, 0, 0, 8, 0, 1, 100},
+        {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 1},
+        {1, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 5000},
         {0, 64, 0, LAYOUT_DENSE, 0, 0, 16, 1, 1, 5000},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_import(4000 + i, &cases[i]);
@@ -825,7 +837,8 @@ static void test_far_pages(void **state)
     (void)state;
     gpu_need();
     enum { kPages = 4, kPage = 64, kTokens = kPage };
-    const int64_t stride = ((int64_t)3 << 30) / 2; /* content 1.5 GiB a page; the third is past 4 GiB */
+    const int64_t stride =
+        ((int64_t)3 << 30) / 2; /* content 1.5 GiB a page; the third is past 4 GiB */
     const size_t bytes = (size_t)(stride * (kPages - 1)) + kPage * kLatent;
     if (gpu_quick() || gpu_free_bytes() < bytes + ((size_t)1 << 30)) {
         print_message("skipped: not enough memory, or a quick run\n");
@@ -932,7 +945,8 @@ static void test_flow_in_a_graph(void **state)
     tu_rng rng = tu_seed(10);
     for (int t = 0; t < kTokens; t++) slots[t] = -1;
     for (int i = 0; i < 10; i++) pairs[i] = -1;
-    gpu_mem d_keys = gpu_new_from(keys, sizeof keys, 16), d_slots = gpu_new_from(slots, sizeof slots, 8);
+    gpu_mem d_keys = gpu_new_from(keys, sizeof keys, 16),
+            d_slots = gpu_new_from(slots, sizeof slots, 8);
     gpu_mem d_pairs = gpu_new_from(pairs, sizeof pairs, 8), d_got = gpu_new(sizeof got, 16, 0xee);
     cudaStream_t stream;
     cudaGraph_t graph;

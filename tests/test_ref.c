@@ -2627,7 +2627,8 @@ static void kernels_divide_exactly(void **state)
         TU_CHECK_INT(bits_of(fmaf(m, most448, m * rest448)), bits_of(scale * shrink));
         const float most = reciprocal_towards_zero(scale * shrink);
         const float rest = fmaf(-scale * shrink, most, 1.0f) * most;
-        TU_CHECK(rest >= 0 && bits_of(rest) != 0x80000000u, "amax %04x: rest %g", amax, (double)rest);
+        TU_CHECK(rest >= 0 && bits_of(rest) != 0x80000000u, "amax %04x: rest %g", amax,
+                 (double)rest);
         for (uint32_t bits = 0; bits <= 0xffff; bits++) {
             const float x = from_bits(bits << 16), quotient = x / scale;
             if ((bits & 0x7fff) <= amax) {
@@ -2713,7 +2714,8 @@ static void norm_of_special_rows(void **state)
     snapmla_ref_rms_norm(x, 512, &norm, y);
     TU_CHECK_BYTES(y, x, sizeof x); /* zeros stay, with their sign */
     for (int kind = 0; kind < 4; kind++) {
-        static const uint16_t bad[] = {0x7fc0, 0xffff, 0x7f80, 0x7f00}; /* the last overflows squared */
+        static const uint16_t bad[] = {0x7fc0, 0xffff, 0x7f80,
+                                       0x7f00}; /* the last overflows squared */
         for (int d = 0; d < 512; d++) x[d] = 0x3f80;
         x[100] = bad[kind];
         snapmla_ref_rms_norm(x, 512, &norm, y);
@@ -2854,7 +2856,8 @@ static void append_and_quantize_with_norm_and_rotation(void **state)
             const float *angles = table[positions[two ? 0 : t]];
             snapmla_ref_rotate(rows[t] + 512, 64, angles, angles + 32, q.rotation.layout,
                                plain[t] + 512);
-            snapmla_ref_quantize(rows[t], 512, plain[t] + 512, 64, one_content, &one_scale, one_rope);
+            snapmla_ref_quantize(rows[t], 512, plain[t] + 512, 64, one_content, &one_scale,
+                                 one_rope);
             TU_CHECK_BYTES(content[t], one_content, 512);
             TU_CHECK_INT(bits_of(scale[t]), bits_of(one_scale));
             TU_CHECK_BYTES(rope[t], one_rope, sizeof one_rope);
@@ -3043,10 +3046,10 @@ static void data_flow_refuses_bad_arguments(void **state)
     import.cache = planes;
     import.source = rows;
     import.tokens = 4;
-#define SPOILED(kind, ...)                                                  \
-    do {                                                                    \
-        snapmla_ref_##kind##_desc d = kind;                                 \
-        __VA_ARGS__;                                                        \
+#define SPOILED(kind, ...)                                                     \
+    do {                                                                       \
+        snapmla_ref_##kind##_desc d = kind;                                    \
+        __VA_ARGS__;                                                           \
         TU_CHECK(snapmla_ref_##kind(&d) == -1, "%s: %s", #kind, #__VA_ARGS__); \
     } while (0)
     SPOILED(append, d.rotation.positions = NULL);

@@ -136,7 +136,8 @@ static void test_card_layer0(void **state)
             const double latent = card_layer0[t].latent[i], rope = card_layer0[t].rope[i];
             const double latent8 = snapmla_ref_e4m3_to_float(c->content[slot * LATENT + i]);
             const double rope16 = bf16_value(c->rope[slot * ROPE + rope_dims[i]]);
-            const double other = card_layer0[t].rope[i ^ 2], pair = sqrt(rope * rope + other * other);
+            const double other = card_layer0[t].rope[i ^ 2],
+                         pair = sqrt(rope * rope + other * other);
             TU_CHECK_NEAR(row[i], latent, 1e-5);
             TU_CHECK_NEAR(row[LATENT + rope_dims[i]], rope, 2e-5);
             /* half a unit of e4m3 is 1/16 of a number at most, half a unit of BF16 1/256 */
