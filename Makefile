@@ -30,13 +30,15 @@ tiny_cpu   = $(tiny)/tiny_mla.c $(tiny)/model.c $(tiny)/backend_cpu.c
 tiny_gpu   = $(tiny_cpu) $(tiny)/backend_gpu.cu
 tiny_h     = $(wildcard $(tiny)/*.h)
 gpu_tests  = build/gpu_util.o $(patsubst tests/%.c,build/%.o,$(wildcard tests/test_gpu*.c))
-examples   = $(wildcard examples/*.cu examples/*/*.cu)
+have_cublas = $(wildcard $(CUDA_HOME)/include/cublas_v2.h)
+examples    = $(filter-out $(if $(have_cublas),,%/04_mla_layer.cu), \
+                $(wildcard examples/*.cu examples/*/*.cu))
 
 help:
 	@echo 'make demo      a small MLA language model writes text from a SnapMLA cache'
 	@echo 'make test      every test that can run on this machine; GPU tests skip where there is no GPU'
 	@echo 'make examples  the programs of examples/, in build/'
-	@echo 'make bench     speed of the decode kernels (needs a GPU)'
+	@echo 'make bench     speed of decode and of the data flow (needs a GPU)'
 	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
 	@echo 'make clean     remove build/'
 	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
@@ -50,10 +52,12 @@ demo:
 test:
 	@tests/run.sh
 
-examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/tiny_mla
+examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/bench_dataflow \
+  build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
 
-bench: build/bench
+bench: build/bench build/bench_dataflow
 	build/bench
+	build/bench_dataflow
 
 sanitize: build/test_gpu
 	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --error-exitcode 9 build/test_gpu
@@ -71,8 +75,15 @@ build/01_minimal: examples/01_minimal.cu $(headers) | build
 build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
-build/bench: examples/bench.cu $(headers) | build
+build/bench build/bench_dataflow: build/%: examples/%.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
+
+build/04_mla_layer: examples/04_mla_layer.cu snapmla.cuh | build
+	$(nvcc) $(run_code) -o $@ $< -lcublas
+
+# what examples/05_embed/embed.py loads
+build/libsnapmla.so: snapmla.cuh | build
+	$(nvcc) $(run_code) -Xcompiler -fPIC -shared -x cu -DSNAPMLA_IMPLEMENTATION -o $@ $<
 
 build/02_from_c: examples/02_from_c/main.c build/02_from_c.o $(headers)
 	$(c99) -o $@ $< build/02_from_c.o $(cudart) -lstdc++
@@ -103,6 +114,7 @@ build/arch/%.o: examples/%.c $(headers) | build/arch
 	mkdir -p $(@D) && $(c99) -c -o $@ $<
 
 examples_all_archs: $(examples:examples/%.cu=build/arch/%.o) build/arch/02_from_c/main.o
+	@$(if $(have_cublas),:,echo 'left out: examples/04_mla_layer.cu, cuBLAS has no header here')
 
 build/libcmocka.so.0: | build
 	cp -L "$$($(CC) -print-file-name=libcmocka.so)" $@
@@ -114,7 +126,7 @@ build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_
   | build/libcmocka.so.0
 	$(c99) -o $@ $< $(cmocka) -lm -lpthread
 
-build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h $(headers) | build
+build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h tests/gpu_rows.h $(headers) | build
 	$(c99) -c -o $@ $<
 
 build/test_plan.o: tests/test_plan.cu tests/test_util.h snapmla.cuh | build

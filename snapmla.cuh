@@ -30,8 +30,9 @@
 
    NEEDS       a GPU of compute capability 8.0 or newer, CUDA 12.8 or newer, -std=c++17 for the
                implementation.  Nothing to link but the CUDA runtime that nvcc links anyway.
-   DOES        append, quantise queries, plan, split-KV decode (paged, causal, several query tokens),
-               merge partial results, read tokens back.  Any number of heads, any mix of lengths.
+   DOES        append (with RMSNorm and RoPE, if asked), quantise queries (with RoPE), plan, split-KV
+               decode (paged, causal, several query tokens), merge partial results, read tokens back,
+               copy pages, import other caches.  Any number of heads, any mix of lengths.
    DOES NOT    prefill, backward, project (W_UK, W_UV stay with you), allocate, print, synchronise,
                set the device, keep state, check what lies in device memory.
 
@@ -42,7 +43,8 @@
 
    FUNCTIONS   contracts stand at >>api
        snapmla_version  snapmla_result_string  snapmla_device_supported  snapmla_resolve
-       snapmla_quantize_q  snapmla_append  snapmla_fetch                          data flow
+       snapmla_quantize_q  snapmla_append  snapmla_fetch  snapmla_copy_pages  snapmla_import
+                                                                                  data flow
        snapmla_plan_bytes  snapmla_plan  snapmla_decode_workspace  snapmla_decode  attention
        snapmla_merge                                                              several GPUs
 
@@ -68,6 +70,19 @@
        Both rope and content are divided by one scale, so one factor serves both products (SnapMLA,
        arXiv 2602.10718, eq. 6).  If the latents of a query and a key are both all zero while both
        ropes are not, that factor underflows and their logit is NaN.
+
+   DATA FLOW           one launch each, at the speed of memory, bit for bit what snapmla_ref.h gives
+       kv_a_proj's output   -> snapmla_append, with norm and rotation: one call from projection to cache
+       absorbed q and rope  -> snapmla_quantize_q, from one tensor or two, rotating the rope part;
+                               or leave q as BF16 and already rotated, and decode quantises it
+       prefill over a cached prefix     <- snapmla_fetch, by slots or by requests' position ranges
+       a prefix that is about to differ, defragmentation, another worker: snapmla_copy_pages
+       a BF16 or FlashMLA FP8 cache     -> snapmla_import
+       Rows that are not aligned to 16 bytes go in pieces of 2 or 4 bytes: slower, as correct.
+       RoPE turns pairs in place, in the layout that the caller names.  Norm and rotation are rounded
+       to BF16, so a fused call gives the bytes of the same call on prepared rows; their order of
+       operations is written down at snapmla_norm and snapmla_rotation.  A token whose sum of squares
+       is Inf becomes NaN as a whole, where other norms would quietly make it zeros.
 
    OPTIONS
        the same in every file      SNAPMLA_STATIC   the API is static: everything in the one .cu file
@@ -167,7 +182,7 @@ extern "C" {
 
    0 is success, every failed check has a code of its own, and nothing is written or launched when
    a function returns anything but SNAPMLA_OK.  Arguments are checked in the order of this list, the
-   device after them.
+   device after them; snapmla_copy_pages() looks at its two arrays before what they hold.
    ============================================================================================== */
 #define SNAPMLA_RESULT_LIST(X)                                                                     \
     X(SNAPMLA_OK, 0, "ok")                                                                         \
@@ -177,7 +192,7 @@ extern "C" {
     X(SNAPMLA_ERROR_BATCH, -4, "batch is negative")                                                \
     X(SNAPMLA_ERROR_S_Q, -5, "s_q is negative")                                                    \
     X(SNAPMLA_ERROR_HEADS, -6, "heads is negative, or batch, s_q and heads overflow together")     \
-    X(SNAPMLA_ERROR_TOKENS, -7, "tokens or rows is negative")                                      \
+    X(SNAPMLA_ERROR_TOKENS, -7, "tokens, rows or count is negative, or too large")                 \
     X(SNAPMLA_ERROR_LATENT_DIM, -8, "latent_dim is not supported")                                 \
     X(SNAPMLA_ERROR_ROPE_DIM, -9, "rope_dim is not supported with this latent_dim")                \
     X(SNAPMLA_ERROR_PAGE_SIZE, -10, "page_size is not a power of two from 1 to 1024")              \
@@ -223,7 +238,27 @@ extern "C" {
     X(SNAPMLA_ERROR_KEY_STRIDE, -50, "latent_stride or rope_stride is smaller than a row")         \
     X(SNAPMLA_ERROR_NULL_SLOTS, -51, "slots is NULL")                                              \
     X(SNAPMLA_ERROR_PARTS, -52, "parts is negative, or 0 with rows to write")                      \
-    X(SNAPMLA_ERROR_PART_STRIDE, -53, "a part stride is smaller than a part")
+    X(SNAPMLA_ERROR_PART_STRIDE, -53, "a part stride is smaller than a part")                      \
+    X(SNAPMLA_ERROR_NULL_POSITIONS, -54, "rotation.cosines without rotation.positions")            \
+    X(SNAPMLA_ERROR_NULL_COSINES, -55, "rotation.positions without rotation.cosines")              \
+    X(SNAPMLA_ERROR_ROTATION_ALIGN, -56, "rotation.positions, cosines or sines is misaligned")     \
+    X(SNAPMLA_ERROR_ROTATION_STRIDE, -57, "rotation.table_stride is smaller than a row")           \
+    X(SNAPMLA_ERROR_ROTATION_LAYOUT, -58, "rotation.layout is not one of snapmla_rope_layout")     \
+    X(SNAPMLA_ERROR_NORM_TYPE, -59, "norm.weight_type is not one of snapmla_number")               \
+    X(SNAPMLA_ERROR_NORM_ALIGN, -60, "norm.weight is not 16-byte aligned")                         \
+    X(SNAPMLA_ERROR_NORM_EPS, -61, "norm.eps is negative, NaN or infinite")                        \
+    X(SNAPMLA_ERROR_SLOTS_TWICE, -62, "both slots and block_table are given")                      \
+    X(SNAPMLA_ERROR_NULL_ROW_STARTS, -63, "row_starts is NULL although block_table is given")      \
+    X(SNAPMLA_ERROR_LAYERS, -64, "layers is negative")                                             \
+    X(SNAPMLA_ERROR_NULL_SOURCE, -65, "source or destination is NULL")                             \
+    X(SNAPMLA_ERROR_LAYERS_DIFFER, -66, "the layers of source or destination differ in more than pointers") \
+    X(SNAPMLA_ERROR_COPY_FORMAT, -67, "source and destination differ in page_size or dims")        \
+    X(SNAPMLA_ERROR_NULL_PAIRS, -68, "pairs is NULL")                                              \
+    X(SNAPMLA_ERROR_SOURCE_FORMAT, -69, "format is not one of snapmla_source_format")              \
+    X(SNAPMLA_ERROR_SOURCE_PAGE_SIZE, -70, "source_page_size is not a power of two from 1 to 1024") \
+    X(SNAPMLA_ERROR_SOURCE_ALIGN, -71, "source or a source stride is not aligned as documented")   \
+    X(SNAPMLA_ERROR_SOURCE_STRIDE, -72, "a source stride is smaller than a row or page, or too large") \
+    X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, row_starts or another table is misaligned")
 
 typedef enum snapmla_result {
 #define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
@@ -321,6 +356,42 @@ typedef struct snapmla_decode_desc {
     size_t workspace_bytes;     /* at least what snapmla_decode_workspace() says */
 } snapmla_decode_desc;
 
+/* Which dims of a rope part form pair i, the pair that turns by the i-th angle.  A rotated pair stays
+   where it was, so queries and keys must come in the same layout. */
+typedef enum snapmla_rope_layout {
+    SNAPMLA_ROPE_INTERLEAVED = 0, /* 2i and 2i + 1: DeepSeek's checkpoints */
+    SNAPMLA_ROPE_HALF_SPLIT = 1,  /* i and i + rope_dim / 2: NeoX, Llama */
+    SNAPMLA_ROPE_FORCE_INT = 0x7fffffff
+} snapmla_rope_layout;
+
+/* RoPE on the way in: (a, b) of pair i becomes (a cos - b sin, b cos + a sin), rounded to bf16.  To
+   the bit, in f32: fma(a, cos, -(b * sin)) and fma(b, cos, a * sin), each product rounded. */
+typedef struct snapmla_rotation {
+    const int64_t *positions; /* device, i64 [tokens], each inside the tables; NULL = no rotation */
+    const float *cosines;     /* device, f32 [positions, rope_dim / 2] */
+    const float *sines;       /* device, f32, the same shape; NULL = right behind each row of cosines */
+    int64_t table_stride;     /* elements from position to position, 0 = rope_dim when sines is NULL,
+                                 else rope_dim / 2 */
+    snapmla_rope_layout layout;
+} snapmla_rotation;
+
+typedef enum snapmla_number {
+    SNAPMLA_NUMBER_BF16 = 0,
+    SNAPMLA_NUMBER_F32 = 1,
+    SNAPMLA_NUMBER_FORCE_INT = 0x7fffffff
+} snapmla_number;
+
+/* RMSNorm of a latent on the way in: bf16(x * r * weight), r = 1 / sqrt(mean of squares + eps).  To the
+   bit, in f32: runs of 8 dims are summed by fma in ascending order, from 0; then the upper half of
+   the n sums is added to the lower half, n / 2 + i to i, until one is left.
+   r = 1 / sqrt(sum / latent_dim + eps), every operation rounded; (x * r) * weight.  A sum that is
+   Inf or NaN makes the whole token NaN. */
+typedef struct snapmla_norm {
+    const void *weight;         /* device, [latent_dim], 16-byte aligned; NULL = no norm */
+    snapmla_number weight_type; /* of the weight: bf16 or f32 */
+    float eps;                  /* 0 = 1e-6 */
+} snapmla_norm;
+
 /* Quantise queries to the three planes that snapmla_decode() takes. */
 typedef struct snapmla_quantize_q_desc {
     int64_t tokens;         /* query tokens, batch * s_q; 0 = nothing to do */
@@ -334,6 +405,11 @@ typedef struct snapmla_quantize_q_desc {
     float *q_scale;         /* device, f32 [tokens, heads] */
     void *q_rope;           /* device, bf16 [tokens, heads, rope_dim], 16-byte aligned */
     cudaStream_t stream;
+    const void *rope;          /* device, bf16 [tokens, heads, rope_dim], 16-byte rows; NULL = right
+                                  behind each latent, else q is bf16 [tokens, heads, latent_dim] */
+    int64_t rope_token_stride; /* elements, multiples of 8; 0 = dense; ignored when rope is NULL */
+    int64_t rope_head_stride;
+    snapmla_rotation rotation; /* all zero: the rope part is rotated already */
 } snapmla_quantize_q_desc;
 
 /* Quantise keys and write them into cache slots. */
@@ -348,19 +424,68 @@ typedef struct snapmla_append_desc {
     const int64_t *slots;  /* device, i64 [tokens]: page * page_size + offset; negative = skip.  No
                               slot may appear twice in one call */
     cudaStream_t stream;
+    snapmla_norm norm;         /* all zero: the latent is normed already */
+    snapmla_rotation rotation; /* all zero: the rope part is rotated already */
 } snapmla_append_desc;
 
 /* Read cached tokens back as BF16: latent = content * scale, rope = rope * scale. */
 typedef struct snapmla_fetch_desc {
     snapmla_cache cache;   /* read only */
     int64_t tokens;        /* 0 = nothing to do */
-    const int64_t *slots;  /* device, i64 [tokens]; negative = a row of zeros */
+    const int64_t *slots;  /* device, i64 [tokens]; negative = a row of zeros; NULL = block_table */
     void *latent;          /* device, bf16 [tokens, latent_dim], 2-byte aligned */
     int64_t latent_stride; /* elements, 0 = latent_dim + rope_dim when rope is NULL, else latent_dim */
     void *rope;            /* device, bf16 [tokens, rope_dim]; NULL = right behind each latent row */
     int64_t rope_stride;   /* elements, 0 = rope_dim; ignored when rope is NULL */
     cudaStream_t stream;
+    /* The other way to name tokens: request b's positions first[b], first[b] + 1, ... go to rows
+       row_starts[b] .. row_starts[b + 1] - 1.  A negative page id, or a position that is negative or
+       past the table, gives a row of zeros; rows past row_starts[batch] are left alone. */
+    const int32_t *block_table; /* device, i32 [batch, block_table_width] */
+    int64_t block_table_stride; /* elements, 0 = block_table_width */
+    int32_t block_table_width;
+    int32_t batch;
+    const int32_t *row_starts; /* device, i32 [batch + 1], ascending; tokens = the last, or more */
+    const int32_t *first;      /* device, i32 [batch]; NULL = all 0 */
 } snapmla_fetch_desc;
+
+/* Copy pages, all three planes as they are, from caches to caches or within one, for many layers. */
+typedef struct snapmla_copy_pages_desc {
+    int32_t layers;                   /* 0 = nothing to do.  One launch for every 80 of them */
+    const snapmla_cache *source;      /* host, [layers]: read; they differ in pointers only */
+    const snapmla_cache *destination; /* host, [layers]: written; the same, and the source's
+                                         page_size and dims; strides and pages may be others */
+    int64_t count;                    /* pairs; 0 = nothing to do */
+    const int32_t *pairs;             /* device, i32 [count, 2]: source page, destination page, 8-byte
+                                         aligned; a negative id in either skips the pair.  No page
+                                         may be written twice, or written and read, in one call */
+    cudaStream_t stream;
+} snapmla_copy_pages_desc;
+
+typedef enum snapmla_source_format {
+    SNAPMLA_SOURCE_BF16 = 0,        /* bf16 [576]: latent, rope; normed and rotated */
+    SNAPMLA_SOURCE_RECORD_656 = 1,  /* FlashMLA's FP8 cache: 512 e4m3, four f32 scales of 128 dims each,
+                                       64 bf16 of unscaled rope */
+    SNAPMLA_SOURCE_FORCE_INT = 0x7fffffff
+} snapmla_source_format;
+
+/* Convert tokens of another paged cache.  A record's latent is bf16(e4m3 * its f32 scale); from there
+   on the token is quantised as snapmla_append() does. */
+typedef struct snapmla_import_desc {
+    snapmla_cache cache; /* written */
+    snapmla_source_format format;
+    int32_t source_page_size;    /* tokens a page, a power of two from 1 to 1024, 0 = the cache's */
+    const void *source;          /* device, [pages, source_page_size] rows; bf16: 2-byte aligned, records:
+                                    4-byte; fast where rows are 16-byte aligned */
+    int64_t source_row_stride;   /* bf16: elements, 0 = 576; records: bytes, 0 = 656, a multiple of 4 */
+    int64_t source_page_stride;  /* in the same unit, 0 = dense */
+    int64_t tokens;              /* 0 = nothing to do */
+    const int64_t *source_slots; /* device, i64 [tokens]: source page * source_page_size + offset;
+                                    negative = skip; NULL = 0, 1, 2, ... */
+    const int64_t *slots;        /* device, i64 [tokens]: where to; negative = skip; NULL = the same as
+                                    source_slots.  No slot may appear twice in one call */
+    cudaStream_t stream;
+} snapmla_import_desc;
 
 /* Merge attention over disjoint sets of keys, e.g. of several GPUs. */
 typedef struct snapmla_merge_desc {
@@ -400,14 +525,25 @@ SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
 
 /* Quantise queries: scale = max(amax|latent|, 1e-26) / 448, content = e4m3(latent / scale),
    rope = bf16(rope / scale), each rounded to nearest even.  A head whose latent holds NaN or Inf
-   becomes all NaN.  The same bits as snapmla_ref_quantize(). */
+   becomes all NaN.  With rotation, the rope part is rotated first.  The same bits as
+   snapmla_ref_quantize_q(). */
 SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *desc);
 
-/* Quantise keys by the same rule and write them to their slots; touches nothing else. */
+/* Quantise keys by the same rule and write them to their slots; touches nothing else.  With norm and
+   rotation the raw rows of the kv_a projection may come in: the norm's and the rotation's results
+   are rounded to bf16, and from there on it is the row of a plain call.  The same bits as
+   snapmla_ref_append(). */
 SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc);
 
-/* Gather tokens back to BF16. */
+/* Gather tokens back to BF16, by slots or by ranges of requests. */
 SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc);
+
+/* Copy pages byte for byte: sharing a prefix before it is written to, defragmentation, another
+   worker's cache. */
+SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *desc);
+
+/* Quantise tokens of a cache in another format into this one. */
+SNAPMLA_API snapmla_result snapmla_import(const snapmla_import_desc *desc);
 
 /* Bytes that step->plan needs for this batch, s_q, heads, format, policy, path and sm_count.
    seq_lens, plan and stream are not looked at. */
@@ -489,6 +625,10 @@ SMLA_CONST float smla_kLn2 = 0.6931471805599453f;
 SMLA_CONST float smla_kE4m3Max = 448.0f;
 SMLA_CONST float smla_kE4m3MinNormal = 0.015625f; /* 2^-6 */
 SMLA_CONST float smla_kAmaxFloor = 1e-26f;
+SMLA_CONST float smla_k448thMost = 0x1.249248p-9f; /* 1 / 448, rounded towards zero, and the rest */
+SMLA_CONST float smla_k448thRest = 0x1.249248p-33f;
+SMLA_CONST float smla_kShrink = 0x1p-64f;
+SMLA_CONST float smla_kGrow = 0x1p64f;
 SMLA_CONST uint32_t smla_kNanF32 = 0x7fc00000u;
 SMLA_CONST uint32_t smla_kNanBf16 = 0x7fc0u;
 SMLA_CONST uint32_t smla_kNanE4m3 = 0x7fu;
@@ -597,6 +737,42 @@ SMLA_DEV float smla_mul_rn(float a, float b)
     return y;
 }
 
+SMLA_DEV float smla_add_rn(float a, float b)
+{
+    float y;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+SMLA_DEV float smla_fma_rn(float a, float b, float c) /* a * b + c, rounded once */
+{
+    float y;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+    return y;
+}
+
+SMLA_DEV float smla_sqrt_rn(float x)
+{
+    float y;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+SMLA_DEV float smla_rcp_rz(float x) /* 1 / x, rounded towards zero */
+{
+    float y;
+    asm("rcp.rz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* max.NaN.bf16x2: the greater of each pair of bf16; NaN if one of them is. */
+SMLA_DEV uint32_t smla_max_nan_bf16x2(uint32_t a, uint32_t b)
+{
+    uint32_t y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 /* ================================================================================================
    >>convert    e4m3 and bf16, exact for every input.  Below compute capability 8.9 there is no e4m3
                 instruction, so integer arithmetic does the same there.
@@ -671,6 +847,15 @@ SMLA_DEV float2 smla_f32x2_from_f16x2(uint32_t x)
     return y;
 }
 
+/* The same as smla_bf16x2_from_f32() by the instruction, whose NaN is 0x7fff: as signed integers, all
+   other positive numbers and Inf are smaller than 0x7fc0. */
+SMLA_DEV uint32_t smla_bf16x2_rn(float lo, float hi)
+{
+    uint32_t y; /* cvt.rn.bf16x2.f32 d, hi, lo;  PTX ISA "cvt", 7.0 */
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return __vmins2(y, smla_kNanBf16 | smla_kNanBf16 << 16);
+}
+
 /* ================================================================================================
    >>quantise   one warp quantises one row, a key or a query head: SnapMLA paper, (i)
                 lane holds latent dims 8*lane .. +7 and 256 + 8*lane .. +7, rope dims 2*lane, +1
@@ -686,85 +871,126 @@ struct smla_quantised_row {
     float scale;
 };
 
-/* Eight bf16 from an address that is 16-byte aligned if `vector`, else only 2-byte aligned. */
-SMLA_DEV uint4 smla_load_bf16x8(const uint16_t *p, bool vector)
+/* Two bf16, or eight, from an address that is only 2-byte aligned. */
+SMLA_DEV uint32_t smla_load_bf16x2(const uint16_t *p) { return p[0] | (uint32_t)p[1] << 16; }
+
+SMLA_DEV uint4 smla_load_bf16x8(const uint16_t *p)
 {
-    if (vector) return *reinterpret_cast<const uint4 *>(p);
-    uint32_t w[4];
-    SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) w[i] = p[2 * i] | (uint32_t)p[2 * i + 1] << 16;
-    return make_uint4(w[0], w[1], w[2], w[3]);
+    return make_uint4(smla_load_bf16x2(p), smla_load_bf16x2(p + 2), smla_load_bf16x2(p + 4),
+                      smla_load_bf16x2(p + 6));
 }
 
+/* `vector`: the latent is 16-byte aligned and the rope part 4-byte aligned. */
 SMLA_DEV smla_row smla_load_row(const uint16_t *latent, const uint16_t *rope, bool vector)
 {
     const int lane = threadIdx.x & 31;
     smla_row row;
-    row.latent[0] = smla_load_bf16x8(latent + 8 * lane, vector);
-    row.latent[1] = smla_load_bf16x8(latent + 256 + 8 * lane, vector);
-    row.rope = rope[2 * lane] | (uint32_t)rope[2 * lane + 1] << 16;
+    latent += 8 * lane;
+    rope += 2 * lane;
+    if (vector) {
+        row.latent[0] = *reinterpret_cast<const uint4 *>(latent);
+        row.latent[1] = *reinterpret_cast<const uint4 *>(latent + 256);
+        row.rope = *reinterpret_cast<const uint32_t *>(rope);
+    } else {
+        row.latent[0] = smla_load_bf16x8(latent);
+        row.latent[1] = smla_load_bf16x8(latent + 256);
+        row.rope = smla_load_bf16x2(rope);
+    }
     return row;
 }
 
-SMLA_DEV uint32_t smla_amax_bits(uint4 v)
+/* The two bf16 of a word as f32. */
+SMLA_DEV float smla_bf16_lo(uint32_t pair) { return __uint_as_float(pair << 16); }
+SMLA_DEV float smla_bf16_hi(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+/* The greatest magnitude in the word pairs of a row, as bf16 bits: finite numbers order like
+   integers, Inf is above them, and any NaN makes it NaN. */
+SMLA_DEV uint32_t smla_amax_bits(const smla_row &row)
 {
-    /* bf16 magnitudes order like integers, with NaN above Inf above every finite number */
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    uint32_t amax = 0;
+    const uint32_t w[8] = {row.latent[0].x, row.latent[0].y, row.latent[0].z, row.latent[0].w,
+                           row.latent[1].x, row.latent[1].y, row.latent[1].z, row.latent[1].w};
+    uint32_t most = w[0] & 0x7fff7fffu;
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i)
-        amax = smla_max(amax, smla_max(w[i] & 0x7fffu, w[i] >> 16 & 0x7fffu));
-    return amax;
+    for (int i = 1; i < 8; ++i) most = smla_max_nan_bf16x2(most, w[i] & 0x7fff7fffu);
+    return __reduce_max_sync(~0u, smla_max(most & 0xffffu, most >> 16));
 }
 
-/* x / scale.  If quick: two Newton steps with inverse = 1 / scale, rounded, give the bits of IEEE
-   division for all quotients that e4m3 does not round to 0, as long as nothing is near overflow; the
-   division itself takes several times as long. */
-SMLA_DEV float smla_scaled(float x, float scale, float inverse, bool quick)
+/* 1 / divisor as the sum of two f32: the greatest one that is not above it, and the rest, which is
+   then not negative, so that a product with it keeps the sign of a zero.  smla_quotient() gives the
+   bits of IEEE division x / divisor in two instructions for every bf16 x and every scale that a row
+   can have, as long as the quotient is normal with 2^-24 of it normal too, and neither side is Inf or
+   NaN.  The reciprocal of a scale below 2^91 has these.  tests/test_ref.c goes through all cases. */
+struct smla_reciprocal {
+    float most, rest;
+};
+
+SMLA_DEV smla_reciprocal smla_invert(float divisor)
 {
-    if (!quick) return smla_div_rn(x, scale);
-    float y = x * inverse;
-    y = __fmaf_rn(__fmaf_rn(-scale, y, x), inverse, y);
-    y = __fmaf_rn(__fmaf_rn(-scale, y, x), inverse, y);
-    return copysignf(y, x);
+    smla_reciprocal r;
+    r.most = smla_rcp_rz(divisor);
+    r.rest = smla_mul_rn(smla_fma_rn(-divisor, r.most, 1.0f), r.most);
+    return r;
 }
 
-SMLA_DEV uint2 smla_quantise_8(uint4 v, float scale, float inverse, bool quick)
+SMLA_DEV float smla_quotient(float x, const smla_reciprocal &r)
+{
+    return smla_fma_rn(x, r.most, smla_mul_rn(x, r.rest));
+}
+
+/* content = x / scale, where |x| <= amax: what is too small for smla_quotient() is 0 in e4m3. */
+template <bool kLarge>
+SMLA_DEV uint2 smla_quantise_8(uint4 v, const smla_reciprocal &r)
 {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
     uint32_t code[4];
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i)
-        code[i] = smla_e4m3x2_from_f32(
-            smla_scaled(smla_bf16_to_f32(w[i] & 0xffffu), scale, inverse, quick),
-            smla_scaled(smla_bf16_to_f32(w[i] >> 16), scale, inverse, quick));
+    for (int i = 0; i < 4; ++i) {
+        float lo = smla_bf16_lo(w[i]), hi = smla_bf16_hi(w[i]);
+        if (kLarge) {
+            lo = smla_mul_rn(lo, smla_kShrink);
+            hi = smla_mul_rn(hi, smla_kShrink);
+        }
+        code[i] = smla_e4m3x2_from_f32(smla_quotient(lo, r), smla_quotient(hi, r));
+    }
     return make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
+}
+
+/* rope = x / scale, where x may be anything. */
+SMLA_DEV float smla_scaled_rope(float x, float scale, const smla_reciprocal &r, bool large)
+{
+    const float y = smla_quotient(x, r);
+    const bool exact = !large && fabsf(y) >= 1e-30f; /* false if y is NaN */
+    const bool zero = __float_as_uint(x) << 1 == 0; /* where a build flushes subnormals, too */
+    return exact || zero ? y : smla_div_rn(x, scale);
 }
 
 SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
 {
     smla_quantised_row y;
-    const uint32_t amax = __reduce_max_sync(
-        ~0u, smla_max(smla_amax_bits(row.latent[0]), smla_amax_bits(row.latent[1])));
+    const uint32_t amax = smla_amax_bits(row);
     if (amax >= 0x7f80u) { /* NaN or Inf somewhere: the whole row says so */
         y.content[0] = y.content[1] = make_uint2(0x7f7f7f7fu, 0x7f7f7f7fu);
         y.rope = smla_kNanBf16 | smla_kNanBf16 << 16;
         y.scale = __uint_as_float(smla_kNanF32);
         return y;
     }
-    const float magnitude = smla_bf16_to_f32(amax);
-    const bool quick = magnitude > 1e-15f && magnitude < 1e30f; /* the same in the whole warp */
-    y.scale = smla_div_rn(magnitude > smla_kAmaxFloor ? magnitude : smla_kAmaxFloor, smla_kE4m3Max);
-    const float inverse = smla_div_rn(1.0f, y.scale);
-    if (quick) {
-        y.content[0] = smla_quantise_8(row.latent[0], y.scale, inverse, true);
-        y.content[1] = smla_quantise_8(row.latent[1], y.scale, inverse, true);
+    /* Where 1 / scale is too small to have a rest, latent and scale are multiplied by 2^-64. */
+    const bool large = amax >= (127u + 100u) << 7; /* amax >= 2^100; the same in the whole warp */
+    float magnitude = smla_max(smla_bf16_to_f32(amax), smla_kAmaxFloor);
+    if (large) magnitude = smla_mul_rn(magnitude, smla_kShrink);
+    const float scale = smla_quotient(magnitude, {smla_k448thMost, smla_k448thRest});
+    const smla_reciprocal r = smla_invert(scale);
+    if (large) {
+        y.scale = smla_mul_rn(scale, smla_kGrow);
+        y.content[0] = smla_quantise_8<true>(row.latent[0], r);
+        y.content[1] = smla_quantise_8<true>(row.latent[1], r);
     } else {
-        y.content[0] = smla_quantise_8(row.latent[0], y.scale, inverse, false);
-        y.content[1] = smla_quantise_8(row.latent[1], y.scale, inverse, false);
+        y.scale = scale;
+        y.content[0] = smla_quantise_8<false>(row.latent[0], r);
+        y.content[1] = smla_quantise_8<false>(row.latent[1], r);
     }
-    y.rope = smla_bf16x2_from_f32(smla_div_rn(smla_bf16_to_f32(row.rope & 0xffffu), y.scale),
-                                  smla_div_rn(smla_bf16_to_f32(row.rope >> 16), y.scale));
+    y.rope = smla_bf16x2_rn(smla_scaled_rope(smla_bf16_lo(row.rope), y.scale, r, large),
+                            smla_scaled_rope(smla_bf16_hi(row.rope), y.scale, r, large));
     return y;
 }
 
@@ -779,7 +1005,8 @@ SMLA_DEV void smla_store_row(const smla_quantised_row &row, uint8_t *content, fl
 }
 
 /* ================================================================================================
-   >>dataflow   quantise q, append, fetch: one warp a row, grid-stride free, 64-bit rows
+   >>dataflow   quantise q, append, fetch, copies, imports: one warp a row, or 8 tokens of a page,
+                without a loop; 64-bit rows
    ============================================================================================== */
 SMLA_CONST int smla_kRowThreads = 256;
 SMLA_CONST int smla_kRowsPerBlock = smla_kRowThreads / 32;
@@ -819,24 +1046,164 @@ SMLA_DEV smla_token smla_locate_slot(const smla_planes &planes, int64_t slot)
     return smla_locate(planes, page, slot - (page << planes.page_shift));
 }
 
+/* ---- what may come before quantisation; to the bit as >>types says ---- */
+struct smla_rotation {
+    const int64_t *positions; /* nullptr: no rotation */
+    const float *cosines, *sines;
+    int64_t stride;
+    bool half_split;
+};
+
+/* cos and sin of the angles of a lane's two dims; where these are one pair, only .x is used. */
+struct smla_turn {
+    float2 cosine, sine;
+};
+
+SMLA_DEV smla_turn smla_load_turn(const smla_rotation &r, int64_t token)
+{
+    smla_turn t = {};
+    if (r.positions == nullptr) return t;
+    const int lane = threadIdx.x & 31, pair = r.half_split ? 2 * (lane & 15) : lane;
+    const int64_t at = r.positions[token] * r.stride + pair;
+    t.cosine.x = r.cosines[at];
+    t.sine.x = r.sines[at];
+    if (r.half_split) {
+        t.cosine.y = r.cosines[at + 1];
+        t.sine.y = r.sines[at + 1];
+    }
+    return t;
+}
+
+/* -x, subnormal or not, whatever -use_fast_math says. */
+SMLA_DEV float smla_minus(float x) { return __uint_as_float(__float_as_uint(x) ^ 0x80000000u); }
+
+/* A lane holds dims 2 * lane and 2 * lane + 1. */
+SMLA_DEV uint32_t smla_rotate(uint32_t rope, const smla_turn &t, bool half_split)
+{
+    const float a = smla_bf16_lo(rope), b = smla_bf16_hi(rope);
+    if (!half_split)
+        return smla_bf16x2_rn(smla_fma_rn(a, t.cosine.x, smla_minus(smla_mul_rn(b, t.sine.x))),
+                              smla_fma_rn(b, t.cosine.x, smla_mul_rn(a, t.sine.x)));
+    const uint32_t other = __shfl_xor_sync(~0u, rope, 16); /* the other halves of both pairs */
+    float c = smla_mul_rn(smla_bf16_lo(other), t.sine.x);
+    float d = smla_mul_rn(smla_bf16_hi(other), t.sine.y);
+    if ((threadIdx.x & 16) == 0) c = smla_minus(c), d = smla_minus(d);
+    return smla_bf16x2_rn(smla_fma_rn(a, t.cosine.x, c), smla_fma_rn(b, t.cosine.y, d));
+}
+
+struct smla_norm_params {
+    const void *weight; /* nullptr: no norm */
+    float eps;
+    bool f32; /* the weight is f32, not bf16 */
+};
+
+/* A lane's 16 weights: bf16 in w[0], w[1], or f32 in all four pairs of words. */
+struct smla_weights {
+    uint4 w[4];
+};
+
+SMLA_DEV smla_weights smla_load_weights(const smla_norm_params &n)
+{
+    smla_weights y = {};
+    if (n.weight == nullptr) return y;
+    const int lane = threadIdx.x & 31;
+    const uint4 *w = reinterpret_cast<const uint4 *>(n.weight);
+    if (n.f32) {
+        y.w[0] = w[2 * lane];
+        y.w[1] = w[2 * lane + 1];
+        y.w[2] = w[64 + 2 * lane];
+        y.w[3] = w[64 + 2 * lane + 1];
+    } else {
+        y.w[0] = w[lane];
+        y.w[1] = w[32 + lane];
+    }
+    return y;
+}
+
+SMLA_DEV float smla_sum_of_squares_8(uint4 v)
+{
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    float sum = 0.0f;
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        sum = smla_fma_rn(smla_bf16_lo(w[i]), smla_bf16_lo(w[i]), sum);
+        sum = smla_fma_rn(smla_bf16_hi(w[i]), smla_bf16_hi(w[i]), sum);
+    }
+    return sum;
+}
+
+SMLA_DEV uint32_t smla_norm_2(uint32_t x, float r, float w0, float w1)
+{
+    return smla_bf16x2_rn(smla_mul_rn(smla_mul_rn(smla_bf16_lo(x), r), w0),
+                          smla_mul_rn(smla_mul_rn(smla_bf16_hi(x), r), w1));
+}
+
+SMLA_DEV uint4 smla_norm_8_bf16(uint4 v, float r, uint4 w)
+{
+    return make_uint4(smla_norm_2(v.x, r, smla_bf16_lo(w.x), smla_bf16_hi(w.x)),
+                      smla_norm_2(v.y, r, smla_bf16_lo(w.y), smla_bf16_hi(w.y)),
+                      smla_norm_2(v.z, r, smla_bf16_lo(w.z), smla_bf16_hi(w.z)),
+                      smla_norm_2(v.w, r, smla_bf16_lo(w.w), smla_bf16_hi(w.w)));
+}
+
+SMLA_DEV uint4 smla_norm_8_f32(uint4 v, float r, uint4 a, uint4 b)
+{
+    return make_uint4(smla_norm_2(v.x, r, __uint_as_float(a.x), __uint_as_float(a.y)),
+                      smla_norm_2(v.y, r, __uint_as_float(a.z), __uint_as_float(a.w)),
+                      smla_norm_2(v.z, r, __uint_as_float(b.x), __uint_as_float(b.y)),
+                      smla_norm_2(v.w, r, __uint_as_float(b.z), __uint_as_float(b.w)));
+}
+
+SMLA_DEV void smla_norm(smla_row &row, const smla_weights &weights, const smla_norm_params &n)
+{
+    /* dims d and 256 + d lie in one lane, so the first step of the tree is its own */
+    float sum = smla_add_rn(smla_sum_of_squares_8(row.latent[0]),
+                            smla_sum_of_squares_8(row.latent[1]));
+    SMLA_UNROLL
+    for (int mask = 16; mask > 0; mask /= 2)
+        sum = smla_add_rn(sum, __shfl_xor_sync(~0u, sum, mask));
+    float r = __uint_as_float(smla_kNanF32);
+    if (smla_is_finite(sum))
+        r = smla_div_rn(1.0f, smla_sqrt_rn(smla_add_rn(smla_mul_rn(sum, 1.0f / smla_kLatent), n.eps)));
+    if (n.f32) {
+        row.latent[0] = smla_norm_8_f32(row.latent[0], r, weights.w[0], weights.w[1]);
+        row.latent[1] = smla_norm_8_f32(row.latent[1], r, weights.w[2], weights.w[3]);
+    } else {
+        row.latent[0] = smla_norm_8_bf16(row.latent[0], r, weights.w[0]);
+        row.latent[1] = smla_norm_8_bf16(row.latent[1], r, weights.w[1]);
+    }
+}
+
 struct smla_quantize_q_params {
-    const uint16_t *q;
-    int64_t token_stride, head_stride, rows;
+    const uint16_t *q, *rope_in;
+    int64_t token_stride, head_stride, rope_token_stride, rope_head_stride, rows;
     uint8_t *content;
     float *scale;
     uint16_t *rope;
+    smla_rotation rotation;
     int heads;
 };
+
+/* row / heads; 64-bit division takes five times as long as 32-bit division. */
+SMLA_DEV int64_t smla_divide(int64_t row, int64_t by)
+{
+    if ((row | by) >> 32 == 0) return (uint32_t)row / (uint32_t)by;
+    return row / by;
+}
 
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_quantize_q_kernel(const __grid_constant__ smla_quantize_q_params p)
 {
     const int64_t row = smla_warp_row();
     if (row >= p.rows) return;
-    const int64_t token = row / p.heads, head = row - token * p.heads;
-    const uint16_t *q = p.q + token * p.token_stride + head * p.head_stride;
-    smla_store_row(smla_quantise_row(smla_load_row(q, q + smla_kLatent, true)),
-                   p.content + row * smla_kLatent, p.scale + row, p.rope + row * smla_kRope);
+    const int64_t token = smla_divide(row, p.heads), head = row - token * p.heads;
+    const smla_turn turn = smla_load_turn(p.rotation, token);
+    smla_row q = smla_load_row(p.q + token * p.token_stride + head * p.head_stride,
+                               p.rope_in + token * p.rope_token_stride + head * p.rope_head_stride,
+                               true);
+    if (p.rotation.positions != nullptr) q.rope = smla_rotate(q.rope, turn, p.rotation.half_split);
+    smla_store_row(smla_quantise_row(q), p.content + row * smla_kLatent, p.scale + row,
+                   p.rope + row * smla_kRope);
 }
 
 struct smla_append_params {
@@ -844,28 +1211,46 @@ struct smla_append_params {
     const uint16_t *latent, *rope;
     int64_t latent_stride, rope_stride, tokens;
     const int64_t *slots;
-    bool vector; /* latent rows are 16-byte aligned */
+    smla_norm_params norm;
+    smla_rotation rotation;
+    bool vector; /* latent rows are 16-byte aligned, rope rows 4-byte */
 };
 
+/* kFront: norm and rotation may be asked for.  A row is loaded before its slot is known: one trip to
+   memory instead of two, and few rows are skipped. */
+template <bool kFront>
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_append_kernel(const __grid_constant__ smla_append_params p)
 {
     const int64_t token = smla_warp_row();
     if (token >= p.tokens) return;
     const int64_t slot = p.slots[token];
+    smla_row row = smla_load_row(p.latent + token * p.latent_stride,
+                                 p.rope + token * p.rope_stride, p.vector);
+    if (kFront) {
+        const bool norm = p.norm.weight != nullptr, rotate = p.rotation.positions != nullptr;
+        const smla_turn turn = smla_load_turn(p.rotation, token);
+        const smla_weights weights = smla_load_weights(p.norm);
+        if (slot < 0) return;
+        if (norm) smla_norm(row, weights, p.norm);
+        if (rotate) row.rope = smla_rotate(row.rope, turn, p.rotation.half_split);
+    }
     if (slot < 0) return;
     const smla_token to = smla_locate_slot(p.planes, slot);
-    const smla_row row = smla_load_row(p.latent + token * p.latent_stride,
-                                       p.rope + token * p.rope_stride, p.vector);
     smla_store_row(smla_quantise_row(row), to.content, to.scale, to.rope);
 }
 
+/* ---- fetch ---- */
+
 struct smla_fetch_params {
     smla_planes planes;
-    const int64_t *slots;
+    const int64_t *slots; /* nullptr: by block table */
+    const int32_t *block_table, *row_starts, *first;
+    int64_t table_stride, table_tokens; /* tokens that a row of the table has pages for */
     uint16_t *latent, *rope;
     int64_t latent_stride, rope_stride, tokens;
-    bool vector; /* latent rows are 16-byte aligned */
+    int batch;
+    bool vector; /* latent rows are 16-byte aligned, rope rows 4-byte */
 };
 
 SMLA_DEV uint4 smla_dequantise_8(uint2 code, float scale)
@@ -875,7 +1260,7 @@ SMLA_DEV uint4 smla_dequantise_8(uint2 code, float scale)
     SMLA_UNROLL
     for (int i = 0; i < 4; ++i) {
         const float2 v = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(pair[i]));
-        y[i] = smla_bf16x2_from_f32(smla_mul_rn(v.x, scale), smla_mul_rn(v.y, scale));
+        y[i] = smla_bf16x2_rn(smla_mul_rn(v.x, scale), smla_mul_rn(v.y, scale));
     }
     return make_uint4(y[0], y[1], y[2], y[3]);
 }
@@ -894,31 +1279,189 @@ SMLA_DEV void smla_store_bf16x8(uint16_t *p, uint4 v, bool vector)
     }
 }
 
+/* The last request whose rows begin at or before `row`: the warp looks at 32 places at once. */
+SMLA_DEV int smla_find_request(const int32_t *row_starts, int batch, int64_t row)
+{
+    const int lane = threadIdx.x & 31;
+    int low = 0, n = batch; /* it is one of low .. low + n - 1 */
+    while (n > 1) {
+        const int step = (n - 1) / 32 + 1, at = lane < (n - 1) / step + 1 ? lane * step : n;
+        const uint32_t before = __ballot_sync(~0u, at < n && row_starts[low + at] <= row);
+        const int skip = smla_max(__popc(before) - 1, 0) * step;
+        low += skip;
+        n = smla_min(step, n - skip);
+    }
+    return low;
+}
+
+/* Which slot a row comes from: negative = none, the row is zeros.  False: the row is nobody's. */
+SMLA_DEV bool smla_fetch_slot(const smla_fetch_params &p, int64_t row, int64_t *slot)
+{
+    if (p.slots != nullptr) {
+        *slot = p.slots[row];
+        return true;
+    }
+    if (p.batch == 0) return false;
+    const int request = smla_find_request(p.row_starts, p.batch, row);
+    const int64_t start = p.row_starts[request];
+    if (row < start || row >= p.row_starts[request + 1]) return false;
+    const int64_t position = (p.first != nullptr ? p.first[request] : 0) + (row - start);
+    *slot = -1;
+    if (position >= 0 && position < p.table_tokens) {
+        const int64_t page = position >> p.planes.page_shift;
+        const int64_t id = p.block_table[request * p.table_stride + page];
+        if (id >= 0) *slot = (id << p.planes.page_shift) + position - (page << p.planes.page_shift);
+    }
+    return true;
+}
+
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_fetch_kernel(const __grid_constant__ smla_fetch_params p)
 {
-    const int64_t token = smla_warp_row();
-    if (token >= p.tokens) return;
+    const int64_t row = smla_warp_row();
+    int64_t slot = 0;
+    if (row >= p.tokens || !smla_fetch_slot(p, row, &slot)) return;
     const int lane = threadIdx.x & 31;
-    const int64_t slot = p.slots[token];
     uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
     uint32_t rope = 0;
     if (slot >= 0) {
         const smla_token from = smla_locate_slot(p.planes, slot);
         const float scale = *from.scale;
-        lo = smla_dequantise_8(*reinterpret_cast<const uint2 *>(from.content + 8 * lane), scale);
-        hi = smla_dequantise_8(*reinterpret_cast<const uint2 *>(from.content + 256 + 8 * lane),
-                               scale);
+        const uint2 c0 = *reinterpret_cast<const uint2 *>(from.content + 8 * lane);
+        const uint2 c1 = *reinterpret_cast<const uint2 *>(from.content + 256 + 8 * lane);
         const uint32_t r = *reinterpret_cast<const uint32_t *>(from.rope + 2 * lane);
-        rope = smla_bf16x2_from_f32(smla_mul_rn(smla_bf16_to_f32(r & 0xffffu), scale),
-                                    smla_mul_rn(smla_bf16_to_f32(r >> 16), scale));
+        lo = smla_dequantise_8(c0, scale);
+        hi = smla_dequantise_8(c1, scale);
+        rope = smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(r), scale),
+                              smla_mul_rn(smla_bf16_hi(r), scale));
     }
-    uint16_t *latent = p.latent + token * p.latent_stride;
+    uint16_t *latent = p.latent + row * p.latent_stride;
     smla_store_bf16x8(latent + 8 * lane, lo, p.vector);
     smla_store_bf16x8(latent + 256 + 8 * lane, hi, p.vector);
-    uint16_t *to = p.rope + token * p.rope_stride + 2 * lane;
-    to[0] = (uint16_t)rope;
-    to[1] = (uint16_t)(rope >> 16);
+    uint16_t *to = p.rope + row * p.rope_stride + 2 * lane;
+    if (p.vector) {
+        *reinterpret_cast<uint32_t *>(to) = rope;
+    } else {
+        to[0] = (uint16_t)rope;
+        to[1] = (uint16_t)(rope >> 16);
+    }
+}
+
+/* ---- copies of pages ---- */
+SMLA_CONST int smla_kCopyLayers = 80; /* of one launch: what 4 KB of kernel parameters hold */
+SMLA_CONST int smla_kCopyTokens = 8;  /* of one page that a warp copies, all loads before the stores */
+
+struct smla_plane_pointers {
+    uint8_t *content;
+    float *scale;
+    uint16_t *rope;
+};
+
+struct smla_copy_params {
+    smla_plane_pointers from[smla_kCopyLayers], to[smla_kCopyLayers];
+    smla_planes from_strides, to_strides; /* their pointers are not used */
+    const int2 *pairs;
+    int64_t count, pieces; /* pieces of all layers */
+    int piece_shift;       /* log2 of the pieces of a page */
+};
+static_assert(sizeof(smla_copy_params) <= 4096, "kernel parameters of every driver end at 4 KB");
+
+SMLA_DEV smla_token smla_locate_in(smla_planes planes, const smla_plane_pointers &layer,
+                                   int64_t page, int64_t offset)
+{
+    planes.content = layer.content;
+    planes.scale = layer.scale;
+    planes.rope = layer.rope;
+    return smla_locate(planes, page, offset);
+}
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_copy_pages_kernel(const __grid_constant__ smla_copy_params p)
+{
+    const int64_t piece = smla_warp_row();
+    if (piece >= p.pieces) return;
+    const int64_t page = piece >> p.piece_shift; /* of all layers' pairs */
+    const int64_t layer = smla_divide(page, p.count);
+    const int2 pair = p.pairs[page - layer * p.count];
+    if (pair.x < 0 || pair.y < 0) return;
+    const int64_t offset = (piece - (page << p.piece_shift)) * smla_kCopyTokens;
+    const smla_token from = smla_locate_in(p.from_strides, p.from[layer], pair.x, offset);
+    const smla_token to = smla_locate_in(p.to_strides, p.to[layer], pair.y, offset);
+    const int tokens = smla_min(smla_kCopyTokens, 1 << p.from_strides.page_shift);
+    const int lane = threadIdx.x & 31;
+    uint4 content[smla_kCopyTokens], rope[2];
+    float scale = 0.0f;
+    const uint4 *content_from = reinterpret_cast<const uint4 *>(from.content) + lane;
+    const uint4 *rope_from = reinterpret_cast<const uint4 *>(from.rope) + lane;
+    SMLA_UNROLL
+    for (int i = 0; i < smla_kCopyTokens; ++i)
+        if (i < tokens) content[i] = content_from[32 * i];
+    SMLA_UNROLL
+    for (int i = 0; i < 2; ++i)
+        if (lane + 32 * i < 8 * tokens) rope[i] = rope_from[32 * i];
+    if (lane < tokens) scale = from.scale[lane];
+    uint4 *content_to = reinterpret_cast<uint4 *>(to.content) + lane;
+    uint4 *rope_to = reinterpret_cast<uint4 *>(to.rope) + lane;
+    SMLA_UNROLL
+    for (int i = 0; i < smla_kCopyTokens; ++i)
+        if (i < tokens) content_to[32 * i] = content[i];
+    SMLA_UNROLL
+    for (int i = 0; i < 2; ++i)
+        if (lane + 32 * i < 8 * tokens) rope_to[32 * i] = rope[i];
+    if (lane < tokens) to.scale[lane] = scale;
+}
+
+/* ---- imports ---- */
+SMLA_CONST int smla_kRecordBytes = 656; /* 512 e4m3, four f32 scales, 64 bf16 */
+
+struct smla_import_params {
+    smla_planes planes;
+    const uint8_t *source;
+    int64_t row_bytes, page_bytes, tokens;
+    const int64_t *source_slots, *slots; /* nullptr: 0, 1, 2, ... */
+    int source_shift;                    /* log2 of the source's page size */
+    bool records;
+    bool vector; /* rows are 16-byte aligned; else records 4-byte, bf16 2-byte */
+};
+
+/* Eight bytes from an address that is 4-byte aligned, or 8-byte aligned if `vector`. */
+SMLA_DEV uint2 smla_load_8_bytes(const uint8_t *p, bool vector)
+{
+    if (vector) return *reinterpret_cast<const uint2 *>(p);
+    const uint32_t *w = reinterpret_cast<const uint32_t *>(p);
+    return make_uint2(w[0], w[1]);
+}
+
+SMLA_DEV smla_row smla_load_record(const uint8_t *record, bool vector)
+{
+    const int lane = threadIdx.x & 31;
+    const float *scales = reinterpret_cast<const float *>(record + smla_kLatent) + (lane >> 4);
+    const uint2 c0 = smla_load_8_bytes(record + 8 * lane, vector);
+    const uint2 c1 = smla_load_8_bytes(record + 256 + 8 * lane, vector);
+    const float s0 = scales[0], s1 = scales[2];
+    smla_row row;
+    row.rope = *reinterpret_cast<const uint32_t *>(record + smla_kLatent + 16 + 4 * lane);
+    row.latent[0] = smla_dequantise_8(c0, s0);
+    row.latent[1] = smla_dequantise_8(c1, s1);
+    return row;
+}
+
+static __global__ void __launch_bounds__(smla_kRowThreads)
+snapmla_import_kernel(const __grid_constant__ smla_import_params p)
+{
+    const int64_t token = smla_warp_row();
+    if (token >= p.tokens) return;
+    const int64_t from = p.source_slots != nullptr ? p.source_slots[token] : token;
+    const int64_t slot = p.slots != nullptr ? p.slots[token] : from;
+    if (from < 0 || slot < 0) return;
+    const int64_t page = from >> p.source_shift;
+    const uint8_t *source = p.source + page * p.page_bytes
+                          + (from - (page << p.source_shift)) * p.row_bytes;
+    const uint16_t *key = reinterpret_cast<const uint16_t *>(source);
+    const smla_row row = p.records ? smla_load_record(source, p.vector)
+                                   : smla_load_row(key, key + smla_kLatent, p.vector);
+    const smla_token to = smla_locate_slot(p.planes, slot);
+    smla_store_row(smla_quantise_row(row), to.content, to.scale, to.rope);
 }
 
 /* ================================================================================================
@@ -4107,11 +4650,84 @@ static inline snapmla_result smla_check_rows(const void *latent, int64_t latent_
     y->latent_stride = smla_default(latent_stride, least);
     y->rope = behind ? y->latent + c.latent_dim : (uint16_t *)rope;
     y->rope_stride = behind ? y->latent_stride : smla_default(rope_stride, c.rope_dim);
-    y->vector = smla_aligned(latent, smla_kAlign) && y->latent_stride % 8 == 0;
+    y->vector = smla_aligned(latent, smla_kAlign) && y->latent_stride % 8 == 0
+             && smla_aligned(y->rope, 4) && y->rope_stride % 2 == 0;
     SMLA_CHECK(latent != NULL, SNAPMLA_ERROR_NULL_LATENT);
     SMLA_CHECK(smla_aligned(latent, 2) && smla_aligned(rope, 2), SNAPMLA_ERROR_KEY_ALIGN);
     SMLA_CHECK(y->latent_stride >= least && y->rope_stride >= c.rope_dim, SNAPMLA_ERROR_KEY_STRIDE);
     return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_check_rotation(const snapmla_rotation &r, int32_t rope_dim,
+                                                 smla_rotation *y)
+{
+    const int64_t row = r.sines == NULL ? rope_dim : rope_dim / 2;
+    y->positions = r.positions;
+    y->cosines = r.cosines;
+    y->sines = r.sines == NULL && r.cosines != NULL ? r.cosines + rope_dim / 2 : r.sines;
+    y->stride = smla_default(r.table_stride, row);
+    y->half_split = r.layout == SNAPMLA_ROPE_HALF_SPLIT;
+    SMLA_CHECK(r.positions != NULL || r.cosines == NULL, SNAPMLA_ERROR_NULL_POSITIONS);
+    SMLA_CHECK(r.positions == NULL || r.cosines != NULL, SNAPMLA_ERROR_NULL_COSINES);
+    SMLA_CHECK(smla_aligned(r.positions, 8) && smla_aligned(r.cosines, 4) && smla_aligned(r.sines, 4),
+               SNAPMLA_ERROR_ROTATION_ALIGN);
+    SMLA_CHECK(y->stride >= row, SNAPMLA_ERROR_ROTATION_STRIDE);
+    SMLA_CHECK(r.layout == SNAPMLA_ROPE_INTERLEAVED || r.layout == SNAPMLA_ROPE_HALF_SPLIT,
+               SNAPMLA_ERROR_ROTATION_LAYOUT);
+    return SNAPMLA_OK;
+}
+
+static inline snapmla_result smla_check_norm(const snapmla_norm &n, smla_norm_params *y)
+{
+    y->weight = n.weight;
+    y->eps = n.eps == 0.0f ? 1e-6f : n.eps;
+    y->f32 = n.weight_type == SNAPMLA_NUMBER_F32;
+    SMLA_CHECK(n.weight_type == SNAPMLA_NUMBER_BF16 || n.weight_type == SNAPMLA_NUMBER_F32,
+               SNAPMLA_ERROR_NORM_TYPE);
+    SMLA_CHECK(smla_aligned(n.weight, smla_kAlign), SNAPMLA_ERROR_NORM_ALIGN);
+    SMLA_CHECK(n.eps >= 0.0f && n.eps <= 3.402823466e38f, SNAPMLA_ERROR_NORM_EPS);
+    return SNAPMLA_OK;
+}
+
+static inline int smla_log2(int32_t power_of_two)
+{
+    int n = 0;
+    while (1 << n < power_of_two) ++n;
+    return n;
+}
+
+/* Rows of fetch by ranges of requests. */
+static inline snapmla_result smla_check_ranges(const snapmla_fetch_desc &d, const snapmla_cache &c,
+                                               smla_fetch_params *p)
+{
+    p->table_stride = smla_default(d.block_table_stride, d.block_table_width);
+    p->table_tokens = (int64_t)d.block_table_width * c.page_size;
+    SMLA_CHECK(d.block_table_width >= 0, SNAPMLA_ERROR_TABLE_WIDTH);
+    SMLA_CHECK(p->table_stride >= d.block_table_width, SNAPMLA_ERROR_TABLE_STRIDE);
+    return SNAPMLA_OK;
+}
+
+/* All layers of one side of a copy: alike in everything but pointers.  *c is the first, resolved. */
+static inline snapmla_result smla_check_layers(const snapmla_cache *layers, int32_t count,
+                                               snapmla_cache *c)
+{
+    *c = smla_resolve_cache(layers[0]);
+    for (int32_t l = 0; l < count; ++l) SMLA_TRY(smla_check_cache(smla_resolve_cache(layers[l])));
+    for (int32_t l = 1; l < count; ++l) {
+        const snapmla_cache x = smla_resolve_cache(layers[l]);
+        SMLA_CHECK(x.page_size == c->page_size && x.latent_dim == c->latent_dim
+                       && x.rope_dim == c->rope_dim && x.pages == c->pages
+                       && x.content_page_stride == c->content_page_stride
+                       && x.scale_page_stride == c->scale_page_stride
+                       && x.rope_page_stride == c->rope_page_stride,
+                   SNAPMLA_ERROR_LAYERS_DIFFER);
+    }
+    return SNAPMLA_OK;
+}
+
+static inline smla_plane_pointers smla_pointers(const snapmla_cache &c)
+{
+    return {(uint8_t *)c.content, c.scale, (uint16_t *)c.rope};
 }
 
 /* ================================================================================================
@@ -4170,9 +4786,15 @@ SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *des
     SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
     snapmla_quantize_q_desc d = *desc;
     smla_default_dims(&d.latent_dim, &d.rope_dim);
-    const int64_t dims = (int64_t)d.latent_dim + d.rope_dim;
+    const int64_t dims = (int64_t)d.latent_dim + (d.rope == NULL ? d.rope_dim : 0);
     d.q_head_stride = smla_default(d.q_head_stride, dims);
     d.q_token_stride = smla_default(d.q_token_stride, smla_dense(d.heads, d.q_head_stride));
+    if (d.rope == NULL) {
+        d.rope_head_stride = d.q_head_stride;
+        d.rope_token_stride = d.q_token_stride;
+    }
+    d.rope_head_stride = smla_default(d.rope_head_stride, d.rope_dim);
+    d.rope_token_stride = smla_default(d.rope_token_stride, smla_dense(d.heads, d.rope_head_stride));
     SMLA_CHECK(d.heads >= 0, SNAPMLA_ERROR_HEADS);
     SMLA_CHECK(d.tokens >= 0, SNAPMLA_ERROR_TOKENS);
     SMLA_TRY(smla_check_format(d.latent_dim, d.rope_dim, 64));
@@ -4182,13 +4804,21 @@ SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *des
                SNAPMLA_ERROR_NULL_Q);
     SMLA_CHECK(smla_aligned(d.q, smla_kAlign) && smla_aligned(d.q_content, smla_kAlign)
                    && smla_aligned(d.q_scale, 4) && smla_aligned(d.q_rope, smla_kAlign)
-                   && (d.q_head_stride | d.q_token_stride) % 8 == 0,
+                   && smla_aligned(d.rope, smla_kAlign)
+                   && (d.q_head_stride | d.q_token_stride | d.rope_head_stride
+                       | d.rope_token_stride) % 8 == 0,
                SNAPMLA_ERROR_Q_ALIGN);
-    SMLA_CHECK(d.q_head_stride >= dims && d.q_token_stride >= dims, SNAPMLA_ERROR_Q_STRIDE);
+    SMLA_CHECK(d.q_head_stride >= dims && d.q_token_stride >= dims
+                   && d.rope_head_stride >= d.rope_dim && d.rope_token_stride >= d.rope_dim,
+               SNAPMLA_ERROR_Q_STRIDE);
     smla_quantize_q_params p;
+    SMLA_TRY(smla_check_rotation(d.rotation, d.rope_dim, &p.rotation));
     p.q = (const uint16_t *)d.q;
+    p.rope_in = d.rope == NULL ? p.q + d.latent_dim : (const uint16_t *)d.rope;
     p.token_stride = d.q_token_stride;
     p.head_stride = d.q_head_stride;
+    p.rope_token_stride = d.rope_token_stride;
+    p.rope_head_stride = d.rope_head_stride;
     p.rows = d.tokens * d.heads;
     p.content = (uint8_t *)d.q_content;
     p.scale = d.q_scale;
@@ -4205,10 +4835,13 @@ SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc)
     SMLA_TRY(smla_check_cache(c));
     if (desc->tokens == 0) return SNAPMLA_OK;
     smla_rows rows;
+    smla_append_params p;
     SMLA_TRY(smla_check_rows(desc->latent, desc->latent_stride, desc->rope, desc->rope_stride, c,
                              &rows));
     SMLA_CHECK(desc->slots != NULL, SNAPMLA_ERROR_NULL_SLOTS);
-    smla_append_params p;
+    SMLA_TRY(smla_check_rotation(desc->rotation, c.rope_dim, &p.rotation));
+    SMLA_TRY(smla_check_norm(desc->norm, &p.norm));
+    SMLA_CHECK(smla_aligned(desc->slots, 8), SNAPMLA_ERROR_TABLE_ALIGN);
     p.planes = smla_device_planes(c);
     p.latent = rows.latent;
     p.rope = rows.rope;
@@ -4217,23 +4850,37 @@ SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc)
     p.tokens = desc->tokens;
     p.slots = desc->slots;
     p.vector = rows.vector;
-    return smla_launch_rows((const void *)snapmla_append_kernel, &p, p.tokens, desc->stream);
+    const bool front = p.norm.weight != NULL || p.rotation.positions != NULL;
+    return smla_launch_rows(front ? (const void *)snapmla_append_kernel<true>
+                                  : (const void *)snapmla_append_kernel<false>,
+                            &p, p.tokens, desc->stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc)
 {
     SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
     const snapmla_cache c = smla_resolve_cache(desc->cache);
+    SMLA_CHECK(desc->batch >= 0, SNAPMLA_ERROR_BATCH);
     SMLA_CHECK(desc->tokens >= 0, SNAPMLA_ERROR_TOKENS);
     SMLA_TRY(smla_check_cache(c));
     if (desc->tokens == 0) return SNAPMLA_OK;
     smla_rows rows;
+    smla_fetch_params p = {};
+    SMLA_TRY(smla_check_ranges(*desc, c, &p));
     SMLA_TRY(smla_check_rows(desc->latent, desc->latent_stride, desc->rope, desc->rope_stride, c,
                              &rows));
-    SMLA_CHECK(desc->slots != NULL, SNAPMLA_ERROR_NULL_SLOTS);
-    smla_fetch_params p;
+    SMLA_CHECK(desc->slots != NULL || desc->block_table != NULL, SNAPMLA_ERROR_NULL_SLOTS);
+    SMLA_CHECK(desc->slots == NULL || desc->block_table == NULL, SNAPMLA_ERROR_SLOTS_TWICE);
+    SMLA_CHECK(desc->block_table == NULL || desc->row_starts != NULL, SNAPMLA_ERROR_NULL_ROW_STARTS);
+    SMLA_CHECK(smla_aligned(desc->slots, 8) && smla_aligned(desc->block_table, 4)
+                   && smla_aligned(desc->row_starts, 4) && smla_aligned(desc->first, 4),
+               SNAPMLA_ERROR_TABLE_ALIGN);
     p.planes = smla_device_planes(c);
     p.slots = desc->slots;
+    p.block_table = desc->block_table;
+    p.row_starts = desc->row_starts;
+    p.first = desc->first;
+    p.batch = desc->batch;
     p.latent = rows.latent;
     p.rope = rows.rope;
     p.latent_stride = rows.latent_stride;
@@ -4241,6 +4888,82 @@ SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc)
     p.tokens = desc->tokens;
     p.vector = rows.vector;
     return smla_launch_rows((const void *)snapmla_fetch_kernel, &p, p.tokens, desc->stream);
+}
+
+SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_copy_pages_desc d = *desc;
+    SMLA_CHECK(d.count >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_CHECK(d.layers >= 0, SNAPMLA_ERROR_LAYERS);
+    if (d.layers == 0 || d.count == 0) return SNAPMLA_OK;
+    SMLA_CHECK(d.source != NULL && d.destination != NULL, SNAPMLA_ERROR_NULL_SOURCE);
+    snapmla_cache from, to;
+    SMLA_TRY(smla_check_layers(d.source, d.layers, &from));
+    SMLA_TRY(smla_check_layers(d.destination, d.layers, &to));
+    SMLA_CHECK(from.page_size == to.page_size && from.latent_dim == to.latent_dim
+                   && from.rope_dim == to.rope_dim,
+               SNAPMLA_ERROR_COPY_FORMAT);
+    SMLA_CHECK(d.pairs != NULL, SNAPMLA_ERROR_NULL_PAIRS);
+    SMLA_CHECK(smla_aligned(d.pairs, 8), SNAPMLA_ERROR_TABLE_ALIGN);
+    smla_copy_params p = {};
+    p.from_strides = smla_device_planes(from);
+    p.to_strides = smla_device_planes(to);
+    p.pairs = (const int2 *)d.pairs;
+    p.count = d.count;
+    p.piece_shift = smla_log2(smla_max(from.page_size / smla_kCopyTokens, 1));
+    SMLA_CHECK(d.count <= INT64_MAX / (smla_kCopyLayers << p.piece_shift), SNAPMLA_ERROR_TOKENS);
+    for (int32_t first = 0; first < d.layers; first += smla_kCopyLayers) {
+        const int32_t layers = smla_min(smla_kCopyLayers, d.layers - first);
+        for (int32_t l = 0; l < layers; ++l) {
+            p.from[l] = smla_pointers(d.source[first + l]);
+            p.to[l] = smla_pointers(d.destination[first + l]);
+        }
+        p.pieces = (d.count * layers) << p.piece_shift;
+        SMLA_TRY(smla_launch_rows((const void *)snapmla_copy_pages_kernel, &p, p.pieces, d.stream));
+    }
+    return SNAPMLA_OK;
+}
+
+SNAPMLA_API snapmla_result snapmla_import(const snapmla_import_desc *desc)
+{
+    SMLA_CHECK(desc != NULL, SNAPMLA_ERROR_NULL_DESC);
+    const snapmla_import_desc d = *desc;
+    const snapmla_cache c = smla_resolve_cache(d.cache);
+    const bool records = d.format == SNAPMLA_SOURCE_RECORD_656;
+    const int64_t unit = records ? 1 : 2, row = records ? smla_kRecordBytes : smla_kLatent + smla_kRope;
+    const int64_t page_size = d.source_page_size == 0 ? c.page_size : d.source_page_size;
+    const int64_t row_stride = smla_default(d.source_row_stride, row);
+    const int64_t page_stride = smla_default(d.source_page_stride, smla_dense(page_size, row_stride));
+    SMLA_CHECK(d.tokens >= 0, SNAPMLA_ERROR_TOKENS);
+    SMLA_TRY(smla_check_cache(c));
+    if (d.tokens == 0) return SNAPMLA_OK;
+    const bool in_order = d.slots == NULL && d.source_slots == NULL;
+    SMLA_CHECK(!in_order || d.tokens <= smla_dense(c.pages, c.page_size), SNAPMLA_ERROR_TOKENS);
+    SMLA_CHECK(d.source != NULL, SNAPMLA_ERROR_NULL_SOURCE);
+    SMLA_CHECK(records || d.format == SNAPMLA_SOURCE_BF16, SNAPMLA_ERROR_SOURCE_FORMAT);
+    SMLA_CHECK(page_size >= 1 && page_size <= 1024 && (page_size & (page_size - 1)) == 0,
+               SNAPMLA_ERROR_SOURCE_PAGE_SIZE);
+    SMLA_CHECK(smla_aligned(d.source, records ? 4 : 2)
+                   && (!records || (row_stride | page_stride) % 4 == 0),
+               SNAPMLA_ERROR_SOURCE_ALIGN);
+    SMLA_CHECK(row_stride >= row && row_stride <= INT64_MAX / 4096
+                   && page_stride >= (page_size - 1) * row_stride + row
+                   && page_stride <= INT64_MAX / 4096,
+               SNAPMLA_ERROR_SOURCE_STRIDE);
+    SMLA_CHECK(smla_aligned(d.source_slots, 8) && smla_aligned(d.slots, 8), SNAPMLA_ERROR_TABLE_ALIGN);
+    smla_import_params p;
+    p.planes = smla_device_planes(c);
+    p.source = (const uint8_t *)d.source;
+    p.row_bytes = row_stride * unit;
+    p.page_bytes = page_stride * unit;
+    p.tokens = d.tokens;
+    p.source_slots = d.source_slots;
+    p.slots = d.slots;
+    p.source_shift = smla_log2((int32_t)page_size);
+    p.records = records;
+    p.vector = smla_aligned(d.source, smla_kAlign) && (p.row_bytes | p.page_bytes) % smla_kAlign == 0;
+    return smla_launch_rows((const void *)snapmla_import_kernel, &p, p.tokens, d.stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *bytes)

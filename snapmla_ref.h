@@ -9,11 +9,13 @@
        #include "snapmla_ref.h"
    cc -O3 main.c -lm          needs a C99 or C++11 compiler and nothing but the C library
 
-   CONTENTS   tags to search for: >>config >>types >>api | >>impl >>fp8 >>mma >>cache >>tile >>exact
-              >>emulated >>decode >>merge >>cleanup
+   CONTENTS   tags to search for: >>config >>types >>api | >>impl >>fp8 >>front >>mma >>cache >>tile
+              >>exact >>emulated >>decode >>merge >>cleanup
 
-   FUNCTIONS  snapmla_ref_quantize  snapmla_ref_append  snapmla_ref_fetch  snapmla_ref_decode
-              snapmla_ref_merge; conversions snapmla_ref_e4m3_from_float  snapmla_ref_e4m3_to_float
+   FUNCTIONS  snapmla_ref_quantize  snapmla_ref_rms_norm  snapmla_ref_rotate  snapmla_ref_quantize_q
+              snapmla_ref_append  snapmla_ref_fetch  snapmla_ref_copy_pages  snapmla_ref_import
+              snapmla_ref_decode  snapmla_ref_merge; conversions
+              snapmla_ref_e4m3_from_float  snapmla_ref_e4m3_to_float
               snapmla_ref_bf16_from_float  snapmla_ref_bf16_to_float; contracts stand at >>api
 
    FORMATS    L = latent_dim (512), R = rope_dim (64), P = page_size (64)
@@ -56,7 +58,9 @@
        entries past ceil(len / P) are not read; a negative entry before that skips its tokens.
        A key with NaN content or a scale that is NaN or Inf makes those rows NaN that see it, and no
        other (BF16: a key with NaN or Inf in its latent).  Logits of -inf weigh 0.
-       fetch multiplies in f32, then rounds to bf16.  merge skips parts with lse -inf.
+       fetch multiplies in f32, then rounds to bf16.  RMSNorm and RoPE on the way in follow the orders
+       of operations at snapmla_ref_rms_norm() and snapmla_ref_rotate(), which the kernels keep.
+       merge skips parts with lse -inf.
 
    CHECKS AND LIMITS
        -1 means: an argument out of its documented range, a stride smaller than a row, a missing
@@ -150,6 +154,44 @@ typedef struct snapmla_ref_decode_desc {
     int32_t max_seq_len;          /* longer requests are cut to it; 0 = no limit but the table */
 } snapmla_ref_decode_desc;
 
+typedef enum snapmla_ref_rope_layout {
+    SNAPMLA_REF_ROPE_INTERLEAVED = 0, /* pair i is dims 2i and 2i + 1 */
+    SNAPMLA_REF_ROPE_HALF_SPLIT = 1   /* pair i is dims i and i + rope_dim / 2 */
+} snapmla_ref_rope_layout;
+
+typedef struct snapmla_ref_rotation {
+    const int64_t *positions;     /* [tokens], not negative; NULL = no rotation */
+    const float *cosines;         /* [positions, rope_dim / 2] */
+    const float *sines;           /* NULL = right behind each row of cosines */
+    int64_t table_stride;         /* 0 = rope_dim when sines is NULL, else rope_dim / 2 */
+    snapmla_ref_rope_layout layout;
+} snapmla_ref_rotation;
+
+typedef enum snapmla_ref_number {
+    SNAPMLA_REF_NUMBER_BF16 = 0,
+    SNAPMLA_REF_NUMBER_F32 = 1
+} snapmla_ref_number;
+
+typedef struct snapmla_ref_norm {
+    const void *weight;           /* [latent_dim]; NULL = no norm */
+    snapmla_ref_number weight_type;
+    float eps;                    /* 0 = 1e-6 */
+} snapmla_ref_norm;
+
+typedef struct snapmla_ref_quantize_q_desc {
+    int64_t tokens;
+    int32_t heads;
+    int32_t latent_dim, rope_dim; /* as in snapmla_ref_cache */
+    const uint16_t *q;            /* bf16 [tokens, heads, latent_dim + rope_dim], strided */
+    int64_t q_token_stride, q_head_stride;
+    uint8_t *q_content;
+    float *q_scale;
+    uint16_t *q_rope;
+    const uint16_t *rope;         /* NULL = right behind each latent, else q is [.., latent_dim] */
+    int64_t rope_token_stride, rope_head_stride;
+    snapmla_ref_rotation rotation;
+} snapmla_ref_quantize_q_desc;
+
 typedef struct snapmla_ref_append_desc {
     snapmla_ref_cache cache;
     int64_t tokens;
@@ -158,17 +200,50 @@ typedef struct snapmla_ref_append_desc {
     const uint16_t *rope;         /* NULL = right behind each latent row */
     int64_t rope_stride;
     const int64_t *slots;         /* negative = skip */
+    snapmla_ref_norm norm;
+    snapmla_ref_rotation rotation;
 } snapmla_ref_append_desc;
 
 typedef struct snapmla_ref_fetch_desc {
     snapmla_ref_cache cache;
     int64_t tokens;
-    const int64_t *slots;         /* negative = a row of zeros */
+    const int64_t *slots;         /* negative = a row of zeros; NULL = block_table */
     uint16_t *latent;
     int64_t latent_stride;
     uint16_t *rope;
     int64_t rope_stride;
+    const int32_t *block_table;   /* request b's positions from first[b] on go to the rows from
+                                     row_starts[b] to row_starts[b + 1] - 1 */
+    int64_t block_table_stride;
+    int32_t block_table_width;
+    int32_t batch;
+    const int32_t *row_starts;    /* [batch + 1] */
+    const int32_t *first;         /* [batch]; NULL = all 0 */
 } snapmla_ref_fetch_desc;
+
+typedef struct snapmla_ref_copy_pages_desc {
+    int32_t layers;
+    const snapmla_ref_cache *source, *destination; /* [layers] */
+    int64_t count;
+    const int32_t *pairs;         /* [count, 2]: source page, destination page; negative = skip */
+} snapmla_ref_copy_pages_desc;
+
+typedef enum snapmla_ref_source_format {
+    SNAPMLA_REF_SOURCE_BF16 = 0,      /* rows of bf16: latent, rope */
+    SNAPMLA_REF_SOURCE_RECORD_656 = 1 /* 512 e4m3, four f32 scales, 64 bf16 of unscaled rope */
+} snapmla_ref_source_format;
+
+typedef struct snapmla_ref_import_desc {
+    snapmla_ref_cache cache;
+    snapmla_ref_source_format format;
+    int32_t source_page_size;     /* 0 = the cache's */
+    const void *source;
+    int64_t source_row_stride;    /* bf16: elements; records: bytes; 0 = dense */
+    int64_t source_page_stride;
+    int64_t tokens;
+    const int64_t *source_slots;  /* negative = skip; NULL = 0, 1, 2, ... */
+    const int64_t *slots;         /* negative = skip; NULL = source_slots */
+} snapmla_ref_import_desc;
 
 typedef struct snapmla_ref_merge_desc {
     int32_t parts;
@@ -197,6 +272,20 @@ SNAPMLA_REF_API void snapmla_ref_quantize(const uint16_t *latent, int32_t latent
                                           const uint16_t *rope, int32_t rope_dim,
                                           uint8_t *content, float *scale, uint16_t *rope_out);
 
+/* y = bf16((x * r) * weight) with r = 1 / sqrt(sum / dim + eps), all in f32, every operation rounded.
+   The sum of squares: runs of 8 dims by fma in ascending order, from 0; then of n sums number
+   ceil(n / 2) + i is added to number i, until one is left.  Where it is Inf or NaN, y is NaN.
+   dim is a multiple of 8 up to 65536; y may be x. */
+SNAPMLA_REF_API void snapmla_ref_rms_norm(const uint16_t *x, int32_t dim,
+                                          const snapmla_ref_norm *norm, uint16_t *y);
+
+/* y = x with pair i, (a, b), turned by its angle: bf16(fma(a, cosines[i], -(b * sines[i]))) and
+   bf16(fma(b, cosines[i], a * sines[i])) in f32, the products b * sin and a * sin rounded.  y may be
+   x. */
+SNAPMLA_REF_API void snapmla_ref_rotate(const uint16_t *x, int32_t rope_dim, const float *cosines,
+                                        const float *sines, snapmla_ref_rope_layout layout,
+                                        uint16_t *y);
+
 /* One step of Hopper's tensor core on one FP32 accumulator c, bit for bit, by integer arithmetic.
    e4m3: c + 32 products, all truncated towards zero to a multiple of 2^(e - 13), where e is the
    greatest exponent of c and of the products (sum of the operands' exponents, not normalised; a
@@ -207,8 +296,11 @@ SNAPMLA_REF_API float snapmla_ref_mma_e4m3(float c, const uint8_t *a, const uint
 SNAPMLA_REF_API float snapmla_ref_mma_bf16(float c, const uint16_t *a, const uint16_t *b);
 
 /* 0, or -1 when the desc is unusable or memory runs out; then nothing is written. */
+SNAPMLA_REF_API int snapmla_ref_quantize_q(const snapmla_ref_quantize_q_desc *desc);
 SNAPMLA_REF_API int snapmla_ref_append(const snapmla_ref_append_desc *desc);
 SNAPMLA_REF_API int snapmla_ref_fetch(const snapmla_ref_fetch_desc *desc);
+SNAPMLA_REF_API int snapmla_ref_copy_pages(const snapmla_ref_copy_pages_desc *desc);
+SNAPMLA_REF_API int snapmla_ref_import(const snapmla_ref_import_desc *desc);
 SNAPMLA_REF_API int snapmla_ref_decode(const snapmla_ref_decode_desc *desc);
 SNAPMLA_REF_API int snapmla_ref_merge(const snapmla_ref_merge_desc *desc);
 
@@ -354,6 +446,85 @@ SNAPMLA_REF_API void snapmla_ref_quantize(const uint16_t *latent, int32_t latent
     for (int32_t d = 0; d < rope_dim; d++) {
         rope_out[d] = snapmla_ref_bf16_from_float(snapmla_ref_bf16_to_float(rope[d]) / s);
     }
+}
+
+/* ================================================================================================
+   >>front      what may come before quantisation: RMSNorm of a latent, RoPE of a rope part
+   ============================================================================================== */
+
+SNAPMLA_REF_API void snapmla_ref_rms_norm(const uint16_t *x, int32_t dim,
+                                          const snapmla_ref_norm *norm, uint16_t *y) {
+    const uint16_t *weight_bf16 = (const uint16_t *)norm->weight;
+    const float *weight_f32 = (const float *)norm->weight;
+    const float eps = norm->eps == 0 ? 1e-6f : norm->eps;
+    float sum[SMLAR_MAX_DIM / 8] = {0}, r;
+    for (int32_t run = 0; run < dim / 8; run++) {
+        for (int32_t d = 8 * run; d < 8 * run + 8; d++) {
+            const float v = snapmla_ref_bf16_to_float(x[d]);
+            sum[run] = fmaf(v, v, sum[run]);
+        }
+    }
+    for (int32_t n = dim / 8, half; n > 1; n = half) {
+        half = (n + 1) / 2;
+        for (int32_t i = half; i < n; i++) sum[i - half] += sum[i];
+    }
+    r = smlar_finite(sum[0]) ? 1.0f / sqrtf(sum[0] / (float)dim + eps) : smlar_nan();
+    for (int32_t d = 0; d < dim; d++) {
+        const float w = norm->weight_type == SNAPMLA_REF_NUMBER_F32
+                            ? weight_f32[d]
+                            : snapmla_ref_bf16_to_float(weight_bf16[d]);
+        y[d] = snapmla_ref_bf16_from_float(snapmla_ref_bf16_to_float(x[d]) * r * w);
+    }
+}
+
+SNAPMLA_REF_API void snapmla_ref_rotate(const uint16_t *x, int32_t rope_dim, const float *cosines,
+                                        const float *sines, snapmla_ref_rope_layout layout,
+                                        uint16_t *y) {
+    const int32_t half = rope_dim / 2;
+    for (int32_t i = 0; i < half; i++) {
+        const int32_t first = layout == SNAPMLA_REF_ROPE_HALF_SPLIT ? i : 2 * i;
+        const int32_t second = layout == SNAPMLA_REF_ROPE_HALF_SPLIT ? i + half : 2 * i + 1;
+        const float a = snapmla_ref_bf16_to_float(x[first]);
+        const float b = snapmla_ref_bf16_to_float(x[second]);
+        /* fmaf() by name, so that no compiler chooses which product is the rounded one */
+        y[first] = snapmla_ref_bf16_from_float(fmaf(a, cosines[i], -(b * sines[i])));
+        y[second] = snapmla_ref_bf16_from_float(fmaf(b, cosines[i], a * sines[i]));
+    }
+}
+
+/* The rotation's tables for token i, or NULL where there is no rotation. */
+static const float *smlar_cosines(const snapmla_ref_rotation *r, int64_t i) {
+    return r->positions ? r->cosines + r->positions[i] * r->table_stride : NULL;
+}
+
+static const float *smlar_sines(const snapmla_ref_rotation *r, int64_t i, int32_t rope_dim) {
+    if (!r->positions) return NULL;
+    return r->sines ? r->sines + r->positions[i] * r->table_stride
+                    : smlar_cosines(r, i) + rope_dim / 2;
+}
+
+/* Fill in the default stride; -1 if the rotation is unusable. */
+static int smlar_rotation(snapmla_ref_rotation *r, int64_t tokens, int32_t rope_dim) {
+    const int64_t row = r->sines ? rope_dim / 2 : rope_dim;
+    if (!r->positions != !r->cosines) return -1;
+    if (!r->positions) return 0;
+    if (r->layout != SNAPMLA_REF_ROPE_INTERLEAVED && r->layout != SNAPMLA_REF_ROPE_HALF_SPLIT) {
+        return -1;
+    }
+    if (!r->table_stride) r->table_stride = row;
+    if (r->table_stride < row) return -1;
+    for (int64_t i = 0; i < tokens; i++) {
+        if (r->positions[i] < 0) return -1;
+    }
+    return 0;
+}
+
+static int smlar_norm(const snapmla_ref_norm *n) {
+    if (!n->weight) return 0;
+    if (n->weight_type != SNAPMLA_REF_NUMBER_BF16 && n->weight_type != SNAPMLA_REF_NUMBER_F32) {
+        return -1;
+    }
+    return n->eps >= 0 && smlar_finite(n->eps) ? 0 : -1;
 }
 
 /* ================================================================================================
@@ -566,7 +737,7 @@ static void smlar_tile_bf16(const double *SMLAR_RESTRICT a, const double *SMLAR_
 }
 
 /* ================================================================================================
-   >>cache      defaults and checks of a cache, append, fetch
+   >>cache      defaults and checks of a cache, append, fetch, copies, imports
    ============================================================================================== */
 
 /* a * b <= limit for numbers that are not negative */
@@ -628,38 +799,162 @@ static smlar_place smlar_find(const snapmla_ref_cache *c, int64_t page, int64_t 
     return at;
 }
 
-/* What append and fetch have in common: rows of keys and their slots.  Strides are filled in. */
-static int smlar_slots(snapmla_ref_cache *cache, int64_t tokens, const int64_t *slots,
-                       const void *latent, int64_t *latent_stride, const void *rope,
-                       int64_t *rope_stride) {
+/* What append and fetch have in common: rows of keys.  Strides are filled in. */
+static int smlar_rows(snapmla_ref_cache *cache, int64_t tokens, const void *latent,
+                      int64_t *latent_stride, const void *rope, int64_t *rope_stride) {
     int64_t row;
     if (smlar_cache(cache, 1) || tokens < 0) return -1;
     if (!tokens) return 0;
     row = cache->latent_dim + (rope ? 0 : cache->rope_dim);
-    if (!slots || !latent || smlar_stride(latent_stride, row, row)) return -1;
-    if (rope && smlar_stride(rope_stride, cache->rope_dim, cache->rope_dim)) return -1;
+    if (!latent || smlar_stride(latent_stride, row, row)) return -1;
+    return rope ? smlar_stride(rope_stride, cache->rope_dim, cache->rope_dim) : 0;
+}
+
+/* Every slot lies below the end. */
+static int smlar_slots(const int64_t *slots, int64_t tokens, int64_t end) {
     for (int64_t i = 0; i < tokens; i++) {
-        if (slots[i] >= cache->pages * cache->page_size) return -1;
+        if (slots[i] >= end) return -1;
     }
+    return 0;
+}
+
+/* Memory for one bf16 row: latent, rope. */
+static uint16_t *smlar_row(const snapmla_ref_cache *dims) {
+    return (uint16_t *)SMLAR_MALLOC((size_t)(dims->latent_dim + dims->rope_dim) * sizeof(uint16_t));
+}
+
+SNAPMLA_REF_API int snapmla_ref_quantize_q(const snapmla_ref_quantize_q_desc *desc) {
+    snapmla_ref_quantize_q_desc d;
+    snapmla_ref_cache dims; /* only to check the dims as a cache's are */
+    int64_t row;
+    uint16_t *rope;
+    if (!desc) return -1;
+    d = *desc;
+    memset(&dims, 0, sizeof dims);
+    dims.latent_dim = d.latent_dim;
+    dims.rope_dim = d.rope_dim;
+    if (smlar_cache(&dims, 0) || d.tokens < 0 || d.heads < 0) return -1;
+    if (!d.tokens || !d.heads) return 0;
+    if (!d.q || !d.q_content || !d.q_scale || (!d.q_rope && dims.rope_dim)) return -1;
+    row = dims.latent_dim + (d.rope ? 0 : dims.rope_dim);
+    if (smlar_stride(&d.q_head_stride, row, row) ||
+        smlar_stride(&d.q_token_stride, smlar_dense(d.heads, d.q_head_stride), row) ||
+        smlar_rotation(&d.rotation, d.tokens, dims.rope_dim)) {
+        return -1;
+    }
+    if (d.rope && (smlar_stride(&d.rope_head_stride, dims.rope_dim, dims.rope_dim) ||
+                   smlar_stride(&d.rope_token_stride, smlar_dense(d.heads, d.rope_head_stride),
+                                dims.rope_dim))) {
+        return -1;
+    }
+    rope = smlar_row(&dims);
+    if (!rope) return -1;
+    for (int64_t i = 0; i < d.tokens * d.heads; i++) {
+        const int64_t token = i / d.heads, head = i % d.heads;
+        const uint16_t *latent = d.q + token * d.q_token_stride + head * d.q_head_stride;
+        const uint16_t *from = latent + dims.latent_dim;
+        if (d.rope) from = d.rope + token * d.rope_token_stride + head * d.rope_head_stride;
+        if (d.rotation.positions) {
+            snapmla_ref_rotate(from, dims.rope_dim, smlar_cosines(&d.rotation, token),
+                               smlar_sines(&d.rotation, token, dims.rope_dim), d.rotation.layout,
+                               rope);
+            from = rope;
+        }
+        snapmla_ref_quantize(latent, dims.latent_dim, from, dims.rope_dim,
+                             d.q_content + i * dims.latent_dim, d.q_scale + i,
+                             dims.rope_dim ? d.q_rope + i * dims.rope_dim : NULL);
+    }
+    SMLAR_FREE(rope);
     return 0;
 }
 
 SNAPMLA_REF_API int snapmla_ref_append(const snapmla_ref_append_desc *desc) {
     snapmla_ref_append_desc d;
+    uint16_t *normed, *rotated;
     if (!desc) return -1;
     d = *desc;
-    if (smlar_slots(&d.cache, d.tokens, d.slots, d.latent, &d.latent_stride, d.rope,
-                    &d.rope_stride)) {
+    if (smlar_rows(&d.cache, d.tokens, d.latent, &d.latent_stride, d.rope, &d.rope_stride)) {
         return -1;
     }
+    if (!d.tokens) return 0;
+    if (!d.slots || smlar_slots(d.slots, d.tokens, d.cache.pages * d.cache.page_size) ||
+        smlar_norm(&d.norm) || smlar_rotation(&d.rotation, d.tokens, d.cache.rope_dim)) {
+        return -1;
+    }
+    normed = smlar_row(&d.cache);
+    if (!normed) return -1;
+    rotated = normed + d.cache.latent_dim;
     for (int64_t i = 0; i < d.tokens; i++) {
         const uint16_t *latent = d.latent + i * d.latent_stride;
+        const uint16_t *rope = d.rope ? d.rope + i * d.rope_stride : latent + d.cache.latent_dim;
         smlar_place to;
         if (d.slots[i] < 0) continue;
+        if (d.norm.weight) {
+            snapmla_ref_rms_norm(latent, d.cache.latent_dim, &d.norm, normed);
+            latent = normed;
+        }
+        if (d.rotation.positions) {
+            snapmla_ref_rotate(rope, d.cache.rope_dim, smlar_cosines(&d.rotation, i),
+                               smlar_sines(&d.rotation, i, d.cache.rope_dim), d.rotation.layout,
+                               rotated);
+            rope = rotated;
+        }
         to = smlar_find(&d.cache, d.slots[i] / d.cache.page_size, d.slots[i] % d.cache.page_size);
-        snapmla_ref_quantize(latent, d.cache.latent_dim,
-                             d.rope ? d.rope + i * d.rope_stride : latent + d.cache.latent_dim,
-                             d.cache.rope_dim, to.content, to.scale, to.rope);
+        snapmla_ref_quantize(latent, d.cache.latent_dim, rope, d.cache.rope_dim, to.content,
+                             to.scale, to.rope);
+    }
+    SMLAR_FREE(normed);
+    return 0;
+}
+
+/* The slot of a request's position, -1 where there is none, -2 past the cache. */
+static int64_t smlar_slot_of(const snapmla_ref_fetch_desc *d, int32_t request, int64_t position) {
+    const int64_t size = d->cache.page_size;
+    int32_t page;
+    if (position < 0 || position >= d->block_table_width * size) return -1;
+    page = d->block_table[request * d->block_table_stride + position / size];
+    if (page >= d->cache.pages) return -2;
+    return page < 0 ? -1 : page * size + position % size;
+}
+
+static void smlar_fetch_row(const snapmla_ref_fetch_desc *d, int64_t row, int64_t slot) {
+    const snapmla_ref_cache *c = &d->cache;
+    uint16_t *latent = d->latent + row * d->latent_stride;
+    uint16_t *rope = d->rope ? d->rope + row * d->rope_stride : latent + c->latent_dim;
+    smlar_place from;
+    if (slot < 0) {
+        memset(latent, 0, (size_t)c->latent_dim * sizeof *latent);
+        if (c->rope_dim) memset(rope, 0, (size_t)c->rope_dim * sizeof *rope);
+        return;
+    }
+    from = smlar_find(c, slot / c->page_size, slot % c->page_size);
+    for (int32_t k = 0; k < c->latent_dim; k++) {
+        latent[k] = snapmla_ref_bf16_from_float(snapmla_ref_e4m3_to_float(from.content[k]) *
+                                                *from.scale);
+    }
+    for (int32_t k = 0; k < c->rope_dim; k++) {
+        rope[k] = snapmla_ref_bf16_from_float(snapmla_ref_bf16_to_float(from.rope[k]) *
+                                              *from.scale);
+    }
+}
+
+/* Rows of requests by their block table. */
+static int smlar_fetch_ranges(snapmla_ref_fetch_desc *d) {
+    if (!d->block_table || !d->row_starts || d->batch < 0 || d->block_table_width < 0) return -1;
+    if (!d->block_table_stride) d->block_table_stride = d->block_table_width;
+    if (d->block_table_stride < d->block_table_width) return -1;
+    if (d->row_starts[0] < 0 || d->row_starts[d->batch] > d->tokens) return -1;
+    for (int pass = 0; pass < 2; pass++) { /* look at everything before anything is written */
+        for (int32_t b = 0; b < d->batch; b++) {
+            const int64_t first = d->first ? d->first[b] : 0;
+            const int32_t start = d->row_starts[b], end = d->row_starts[b + 1];
+            if (end < start) return -1;
+            for (int32_t row = start; row < end; row++) {
+                const int64_t slot = smlar_slot_of(d, b, first + (row - start));
+                if (slot == -2) return -1;
+                if (pass) smlar_fetch_row(d, row, slot);
+            }
+        }
     }
     return 0;
 }
@@ -668,29 +963,105 @@ SNAPMLA_REF_API int snapmla_ref_fetch(const snapmla_ref_fetch_desc *desc) {
     snapmla_ref_fetch_desc d;
     if (!desc) return -1;
     d = *desc;
-    if (smlar_slots(&d.cache, d.tokens, d.slots, d.latent, &d.latent_stride, d.rope,
-                    &d.rope_stride)) {
+    if (smlar_rows(&d.cache, d.tokens, d.latent, &d.latent_stride, d.rope, &d.rope_stride)) {
         return -1;
     }
-    for (int64_t i = 0; i < d.tokens; i++) {
-        uint16_t *latent = d.latent + i * d.latent_stride;
-        uint16_t *rope = d.rope ? d.rope + i * d.rope_stride : latent + d.cache.latent_dim;
-        smlar_place from;
-        if (d.slots[i] < 0) {
-            memset(latent, 0, (size_t)d.cache.latent_dim * sizeof *latent);
-            if (d.cache.rope_dim) memset(rope, 0, (size_t)d.cache.rope_dim * sizeof *rope);
-            continue;
-        }
-        from = smlar_find(&d.cache, d.slots[i] / d.cache.page_size, d.slots[i] % d.cache.page_size);
-        for (int32_t k = 0; k < d.cache.latent_dim; k++) {
-            latent[k] = snapmla_ref_bf16_from_float(snapmla_ref_e4m3_to_float(from.content[k]) *
-                                                    *from.scale);
-        }
-        for (int32_t k = 0; k < d.cache.rope_dim; k++) {
-            rope[k] =
-                snapmla_ref_bf16_from_float(snapmla_ref_bf16_to_float(from.rope[k]) * *from.scale);
+    if (!d.tokens) return 0;
+    if (!d.slots) return smlar_fetch_ranges(&d);
+    if (d.block_table || smlar_slots(d.slots, d.tokens, d.cache.pages * d.cache.page_size)) {
+        return -1;
+    }
+    for (int64_t i = 0; i < d.tokens; i++) smlar_fetch_row(&d, i, d.slots[i]);
+    return 0;
+}
+
+SNAPMLA_REF_API int snapmla_ref_copy_pages(const snapmla_ref_copy_pages_desc *desc) {
+    if (!desc || desc->layers < 0 || desc->count < 0) return -1;
+    if (!desc->layers || !desc->count) return 0;
+    if (!desc->source || !desc->destination || !desc->pairs) return -1;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int32_t l = 0; l < desc->layers; l++) {
+            snapmla_ref_cache from = desc->source[l], to = desc->destination[l];
+            if (smlar_cache(&from, 1) || smlar_cache(&to, 1)) return -1;
+            if (from.page_size != to.page_size || from.latent_dim != to.latent_dim ||
+                from.rope_dim != to.rope_dim) {
+                return -1;
+            }
+            for (int64_t i = 0; i < desc->count; i++) {
+                const int64_t a = desc->pairs[2 * i], b = desc->pairs[2 * i + 1];
+                const size_t tokens = (size_t)from.page_size;
+                smlar_place source, destination;
+                if (a >= from.pages || b >= to.pages) return -1;
+                if (!pass || a < 0 || b < 0) continue;
+                source = smlar_find(&from, a, 0);
+                destination = smlar_find(&to, b, 0);
+                memcpy(destination.content, source.content, tokens * (size_t)from.latent_dim);
+                memcpy(destination.scale, source.scale, tokens * sizeof(float));
+                if (from.rope_dim) {
+                    memcpy(destination.rope, source.rope,
+                           tokens * (size_t)from.rope_dim * sizeof(uint16_t));
+                }
+            }
         }
     }
+    return 0;
+}
+
+/* A 656-byte record as a bf16 row: 512 of latent, 64 of rope. */
+static void smlar_read_record(const uint8_t *record, uint16_t *row) {
+    float scale[4];
+    memcpy(scale, record + 512, sizeof scale);
+    for (int32_t d = 0; d < 512; d++) {
+        row[d] = snapmla_ref_bf16_from_float(snapmla_ref_e4m3_to_float(record[d]) * scale[d / 128]);
+    }
+    memcpy(row + 512, record + 528, 64 * sizeof *row);
+}
+
+SNAPMLA_REF_API int snapmla_ref_import(const snapmla_ref_import_desc *desc) {
+    snapmla_ref_import_desc d;
+    int64_t dims, end, unit;
+    uint16_t *row;
+    if (!desc) return -1;
+    d = *desc;
+    if (smlar_cache(&d.cache, 1) || d.tokens < 0) return -1;
+    if (d.format != SNAPMLA_REF_SOURCE_BF16 && d.format != SNAPMLA_REF_SOURCE_RECORD_656) return -1;
+    if (!d.tokens) return 0;
+    dims = d.cache.latent_dim + d.cache.rope_dim;
+    if (d.format == SNAPMLA_REF_SOURCE_RECORD_656 &&
+        (d.cache.latent_dim != 512 || d.cache.rope_dim != 64)) {
+        return -1;
+    }
+    if (!d.source_page_size) d.source_page_size = d.cache.page_size;
+    if (d.source_page_size < 0 || !d.source) return -1;
+    unit = d.format == SNAPMLA_REF_SOURCE_BF16 ? dims : 656;
+    if (smlar_stride(&d.source_row_stride, unit, unit) ||
+        smlar_stride(&d.source_page_stride, smlar_dense(d.source_page_size, d.source_row_stride),
+                     (d.source_page_size - 1) * d.source_row_stride + unit)) {
+        return -1;
+    }
+    if (!d.slots) d.slots = d.source_slots;
+    end = d.cache.pages * d.cache.page_size;
+    if (d.slots ? smlar_slots(d.slots, d.tokens, end) : d.tokens > end) return -1;
+    row = smlar_row(&d.cache);
+    if (!row) return -1;
+    for (int64_t i = 0; i < d.tokens; i++) {
+        const int64_t from = d.source_slots ? d.source_slots[i] : i;
+        const int64_t slot = d.slots ? d.slots[i] : i;
+        smlar_place to;
+        int64_t at;
+        if (from < 0 || slot < 0) continue;
+        at = from / d.source_page_size * d.source_page_stride +
+             from % d.source_page_size * d.source_row_stride;
+        if (d.format == SNAPMLA_REF_SOURCE_BF16) {
+            memcpy(row, (const uint16_t *)d.source + at, (size_t)dims * sizeof *row);
+        } else {
+            smlar_read_record((const uint8_t *)d.source + at, row);
+        }
+        to = smlar_find(&d.cache, slot / d.cache.page_size, slot % d.cache.page_size);
+        snapmla_ref_quantize(row, d.cache.latent_dim, row + d.cache.latent_dim, d.cache.rope_dim,
+                             to.content, to.scale, to.rope);
+    }
+    SMLAR_FREE(row);
     return 0;
 }
 

@@ -335,6 +335,26 @@ else
     skip 'README: snippets' 'no CUDA headers'
 fi
 
+# The structs that examples/05_embed declares for ctypes are the header's.
+ctypes_agree() { # HEADER
+    local types='snapmla_cache snapmla_append_desc snapmla_step snapmla_decode_desc' t
+    {
+        printf '#include <stdio.h>\n#include "%s"\nint main(void) {\n' "$(readlink -f "$1")"
+        for t in $types; do echo "printf(\"%d \", (int)sizeof($t));"; done
+        echo 'return 0; }'
+    } >"$tmp/sizes.c"
+    "$CC" -std=c99 $cuda -o "$tmp/sizes" "$tmp/sizes.c" || return 1
+    echo "header: $("$tmp/sizes"), embed.py: $(python3 examples/05_embed/embed.py --sizes)"
+    [ "$("$tmp/sizes" | xargs)" = "$(python3 examples/05_embed/embed.py --sizes)" ]
+}
+if [ $have_cuda = 1 ] && python3 --version >/dev/null 2>&1; then
+    good 'examples/05_embed: structs as in the header' ctypes_agree snapmla.cuh
+    bad 'a field that embed.py does not know' ctypes_agree \
+        "$(seed snapmla.cuh 's/^    int32_t causal; .*/&\n    int64_t x1;/')"
+else
+    skip 'examples/05_embed: structs' 'no CUDA headers or no python3'
+fi
+
 # ------------------------------------------------------------------------------------------------
 # 14. One version: top line, macros, newest HISTORY entry, README
 # ------------------------------------------------------------------------------------------------
@@ -364,7 +384,7 @@ tidy() {
          END { exit bad || NR == 0 }' "$@"
 }
 good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* .ci/run \
-    $(ls examples/*.cu examples/*/*.c examples/*/*.h examples/*/*.cu)
+    $(ls examples/*.cu examples/*/*.c examples/*/*.h examples/*/*.cu examples/*/*.py)
 bad 'a note of unfinished work' tidy "$(seed $r '$a /* TO''DO: more */')"
 bad 'a long line' tidy "$(seed $r "\$a /* $(printf '%0120d' 0) */")"
 

@@ -130,6 +130,10 @@ else
         step run_02_from_c sh -c "$make build/02_from_c && build/02_from_c"
         step run_03_cuda_graph sh -c "$make build/03_cuda_graph && build/03_cuda_graph"
         step run_tiny_mla build/tiny_mla --check
+        [ ! -f "${CUDA_HOME:-/usr/local/cuda}/include/cublas_v2.h" ] ||
+            step run_04_mla_layer sh -c "$make build/04_mla_layer && build/04_mla_layer --check"
+        ! python3 --version >/dev/null 2>&1 || step run_05_embed sh -c \
+            "$make build/libsnapmla.so && python3 examples/05_embed/embed.py build/libsnapmla.so"
     fi
     script check_header tests/check_header.sh
 fi

@@ -143,6 +143,74 @@ static snapmla_fetch_desc good_fetch(void)
     return desc;
 }
 
+static snapmla_quantize_q_desc good_quantize_rotated(void)
+{
+    snapmla_quantize_q_desc desc = good_quantize();
+    desc.rope = at(21);
+    desc.rotation.positions = (const int64_t *)at(22);
+    desc.rotation.cosines = (const float *)at(23);
+    return desc;
+}
+
+static snapmla_append_desc good_append_raw(void)
+{
+    snapmla_append_desc desc = good_append();
+    desc.norm.weight = at(24);
+    desc.rotation.positions = (const int64_t *)at(22);
+    desc.rotation.cosines = (const float *)at(23);
+    return desc;
+}
+
+static snapmla_fetch_desc good_fetch_ranges(void)
+{
+    snapmla_fetch_desc desc = good_fetch();
+    desc.slots = NULL;
+    desc.block_table = (const int32_t *)at(6);
+    desc.block_table_width = 10;
+    desc.batch = 3;
+    desc.row_starts = (const int32_t *)at(25);
+    return desc;
+}
+
+enum { kLayers = 3 };
+
+/* The caches of a copy: arrays that a test may change. */
+static snapmla_cache copy_from[kLayers], copy_to[kLayers];
+
+static snapmla_copy_pages_desc good_copy_pages(void)
+{
+    snapmla_copy_pages_desc desc;
+    memset(&desc, 0, sizeof desc);
+    for (int l = 0; l < kLayers; l++) {
+        copy_from[l] = copy_to[l] = good_cache();
+        copy_from[l].content = at(30 + (uintptr_t)l);
+        copy_to[l].content = at(40 + (uintptr_t)l);
+    }
+    desc.layers = kLayers;
+    desc.source = copy_from;
+    desc.destination = copy_to;
+    desc.count = 7;
+    desc.pairs = (const int32_t *)at(26);
+    return desc;
+}
+
+static snapmla_import_desc good_import(void)
+{
+    snapmla_import_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.cache = good_cache();
+    desc.source = at(27);
+    desc.tokens = 5;
+    return desc;
+}
+
+static snapmla_import_desc good_import_records(void)
+{
+    snapmla_import_desc desc = good_import();
+    desc.format = SNAPMLA_SOURCE_RECORD_656;
+    return desc;
+}
+
 static snapmla_merge_desc good_merge(void)
 {
     snapmla_merge_desc desc;
@@ -184,23 +252,41 @@ static void plus(const void **pointer, int bytes) { *pointer = (const char *)*po
 #define BAD_DECODE(wanted, ...) BAD_DECODE_OF(good_decode, wanted, __VA_ARGS__)
 #define BAD_PLANES(wanted, ...) BAD_DECODE_OF(good_decode_planes, wanted, __VA_ARGS__)
 
-#define BAD(kind, function, wanted, ...)         \
-    do {                                         \
-        snapmla_##kind##_desc d = good_##kind(); \
-        __VA_ARGS__;                             \
-        EXPECT(snapmla_##function(&d), wanted);  \
+#define BAD_OF(make, kind, function, wanted, ...) \
+    do {                                          \
+        snapmla_##kind##_desc d = make();         \
+        __VA_ARGS__;                              \
+        EXPECT(snapmla_##function(&d), wanted);   \
     } while (0)
+#define BAD(kind, function, wanted, ...) BAD_OF(good_##kind, kind, function, wanted, __VA_ARGS__)
 #define BAD_QUANTIZE(wanted, ...) BAD(quantize, quantize_q, wanted, __VA_ARGS__)
 #define BAD_APPEND(wanted, ...) BAD(append, append, wanted, __VA_ARGS__)
 #define BAD_FETCH(wanted, ...) BAD(fetch, fetch, wanted, __VA_ARGS__)
 #define BAD_MERGE(wanted, ...) BAD(merge, merge, wanted, __VA_ARGS__)
+#define BAD_COPY(wanted, ...) BAD(copy_pages, copy_pages, wanted, __VA_ARGS__)
+#define BAD_IMPORT(wanted, ...) BAD(import, import, wanted, __VA_ARGS__)
+#define BAD_ROTATED(wanted, ...) \
+    BAD_OF(good_quantize_rotated, quantize, quantize_q, wanted, __VA_ARGS__)
+#define BAD_RAW(wanted, ...) BAD_OF(good_append_raw, append, append, wanted, __VA_ARGS__)
+#define BAD_RANGES(wanted, ...) BAD_OF(good_fetch_ranges, fetch, fetch, wanted, __VA_ARGS__)
+#define BAD_RECORDS(wanted, ...) BAD_OF(good_import_records, import, import, wanted, __VA_ARGS__)
+
+/* A wrong rotation, in both descs that have one. */
+#define BAD_ROTATION(wanted, ...)                                            \
+    do {                                                                     \
+        BAD_ROTATED(wanted, snapmla_rotation *r = &d.rotation; __VA_ARGS__); \
+        BAD_RAW(wanted, snapmla_rotation *r = &d.rotation; __VA_ARGS__);     \
+    } while (0)
 
 /* A wrong cache, in every desc that has one. */
-#define BAD_CACHE(wanted, ...)                                        \
-    do {                                                              \
-        BAD_DECODE(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
-        BAD_APPEND(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__); \
-        BAD_FETCH(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+#define BAD_CACHE(wanted, ...)                                         \
+    do {                                                               \
+        BAD_DECODE(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_APPEND(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_FETCH(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);   \
+        BAD_IMPORT(wanted, snapmla_cache *c = &d.cache; __VA_ARGS__);  \
+        BAD_COPY(wanted, snapmla_cache *c = copy_from; __VA_ARGS__);   \
+        BAD_COPY(wanted, snapmla_cache *c = copy_to + 2; __VA_ARGS__); \
     } while (0)
 
 typedef snapmla_quantize_q_desc snapmla_quantize_desc; /* the name that BAD() makes */
@@ -367,6 +453,11 @@ static void test_nothing_to_do(void **state)
     BAD_QUANTIZE(SNAPMLA_OK, d.heads = 0);
     BAD_APPEND(SNAPMLA_OK, d.tokens = 0);
     BAD_FETCH(SNAPMLA_OK, d.tokens = 0);
+    BAD_COPY(SNAPMLA_OK, d.layers = 0);
+    BAD_COPY(SNAPMLA_OK, d.count = 0);
+    BAD_COPY(SNAPMLA_OK, d.layers = 0, d.source = NULL, d.destination = NULL, d.pairs = NULL);
+    BAD_IMPORT(SNAPMLA_OK, d.tokens = 0);
+    BAD_IMPORT(SNAPMLA_OK, d.tokens = 0, d.source = NULL);
     BAD_MERGE(SNAPMLA_OK, d.rows = 0);
     BAD_MERGE(SNAPMLA_OK, d.rows = 0, d.parts = 0);
 }
@@ -392,6 +483,8 @@ static void test_null_desc(void **state)
     EXPECT(snapmla_append(NULL), SNAPMLA_ERROR_NULL_DESC);
     EXPECT(snapmla_fetch(NULL), SNAPMLA_ERROR_NULL_DESC);
     EXPECT(snapmla_merge(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_copy_pages(NULL), SNAPMLA_ERROR_NULL_DESC);
+    EXPECT(snapmla_import(NULL), SNAPMLA_ERROR_NULL_DESC);
     TU_CHECK_INT(bytes, 12345);
 }
 
@@ -421,6 +514,12 @@ static void test_shape(void **state)
     BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_FETCH(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MIN);
+    BAD_FETCH(SNAPMLA_ERROR_BATCH, d.batch = -1);
+    BAD_COPY(SNAPMLA_ERROR_TOKENS, d.count = -1);
+    BAD_COPY(SNAPMLA_ERROR_TOKENS, d.count = INT64_MAX / 2);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS, d.layers = -1);
+    BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
+    BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = 6401); /* in order, and the cache has 6400 slots */
     BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1);
 }
 
@@ -622,6 +721,91 @@ static void test_key_buffers(void **state)
     BAD_FETCH(SNAPMLA_ERROR_NULL_SLOTS, d.slots = NULL);
 }
 
+static void test_rotation_and_norm(void **state)
+{
+    (void)state;
+    BAD_ROTATION(SNAPMLA_ERROR_NULL_POSITIONS, r->positions = NULL);
+    BAD_ROTATION(SNAPMLA_ERROR_NULL_COSINES, r->cosines = NULL);
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, SHIFT(r->positions, 4));
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, SHIFT(r->cosines, 2));
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_ALIGN, r->sines = (const float *)at(28),
+                 SHIFT(r->sines, 1));
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->table_stride = 63);
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->table_stride = -64);
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_STRIDE, r->sines = (const float *)at(28),
+                 r->table_stride = 31);
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_LAYOUT, r->layout = (snapmla_rope_layout)2);
+    BAD_ROTATION(SNAPMLA_ERROR_ROTATION_LAYOUT, r->layout = (snapmla_rope_layout)-1);
+    BAD_RAW(SNAPMLA_ERROR_NORM_TYPE, d.norm.weight_type = (snapmla_number)2);
+    for (int shift = 1; shift < 16; shift++) {
+        BAD_RAW(SNAPMLA_ERROR_NORM_ALIGN, SHIFT(d.norm.weight, shift));
+    }
+    BAD_RAW(SNAPMLA_ERROR_NORM_EPS, d.norm.eps = -1e-6f);
+    BAD_RAW(SNAPMLA_ERROR_NORM_EPS, d.norm.eps = NAN);
+    BAD_RAW(SNAPMLA_ERROR_NORM_EPS, d.norm.eps = INFINITY);
+    BAD_ROTATED(SNAPMLA_ERROR_Q_ALIGN, SHIFT(d.rope, 8));
+    BAD_ROTATED(SNAPMLA_ERROR_Q_ALIGN, d.rope_head_stride = 68);
+    BAD_ROTATED(SNAPMLA_ERROR_Q_ALIGN, d.rope_token_stride = 16 * 64 + 4);
+    BAD_ROTATED(SNAPMLA_ERROR_Q_STRIDE, d.rope_head_stride = 56);
+    BAD_ROTATED(SNAPMLA_ERROR_Q_STRIDE, d.rope_token_stride = -1024);
+    BAD_ROTATED(SNAPMLA_ERROR_Q_STRIDE, d.q_head_stride = 504);
+}
+
+static void test_fetch_ranges(void **state)
+{
+    (void)state;
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_WIDTH, d.block_table_width = -1);
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_STRIDE, d.block_table_stride = 9);
+    BAD_RANGES(SNAPMLA_ERROR_NULL_SLOTS, d.block_table = NULL);
+    BAD_RANGES(SNAPMLA_ERROR_SLOTS_TWICE, d.slots = (const int64_t *)at(15));
+    BAD_RANGES(SNAPMLA_ERROR_NULL_ROW_STARTS, d.row_starts = NULL);
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.block_table, 2));
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.row_starts, 1));
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_ALIGN, d.first = (const int32_t *)at(29), SHIFT(d.first, 2));
+    BAD_FETCH(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.slots, 4));
+    BAD_APPEND(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.slots, 4));
+}
+
+static void test_copy_buffers(void **state)
+{
+    (void)state;
+    BAD_COPY(SNAPMLA_ERROR_NULL_SOURCE, d.source = NULL);
+    BAD_COPY(SNAPMLA_ERROR_NULL_SOURCE, d.destination = NULL);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_from[1].page_size = 32);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_to[2].pages = 99);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_to[1].content_page_stride = 64 * 512 + 16);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_from[2].scale_page_stride = 68);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_from[1].rope_page_stride = 64 * 64 + 8);
+    BAD_COPY(SNAPMLA_ERROR_COPY_FORMAT, d.layers = 1, copy_to[0].page_size = 32);
+    BAD_COPY(SNAPMLA_ERROR_NULL_PAIRS, d.pairs = NULL);
+    BAD_COPY(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.pairs, 4));
+}
+
+static void test_import_buffers(void **state)
+{
+    (void)state;
+    BAD_IMPORT(SNAPMLA_ERROR_NULL_SOURCE, d.source = NULL);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_FORMAT, d.format = (snapmla_source_format)2);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_FORMAT, d.format = (snapmla_source_format)-1);
+    static const int32_t pages[] = {-1, 3, 63, 2048, INT32_MAX, INT32_MIN};
+    for (int i = 0; i < (int)(sizeof pages / sizeof pages[0]); i++) {
+        BAD_IMPORT(SNAPMLA_ERROR_SOURCE_PAGE_SIZE, d.source_page_size = pages[i]);
+    }
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_ALIGN, SHIFT(d.source, 1));
+    BAD_RECORDS(SNAPMLA_ERROR_SOURCE_ALIGN, SHIFT(d.source, 2));
+    BAD_RECORDS(SNAPMLA_ERROR_SOURCE_ALIGN, d.source_row_stride = 658);
+    BAD_RECORDS(SNAPMLA_ERROR_SOURCE_ALIGN, d.source_page_stride = 656 * 64 + 2);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_row_stride = 575);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_row_stride = -576);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_row_stride = INT64_MAX);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_page_stride = 576 * 64 - 1);
+    BAD_RECORDS(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_row_stride = 652);
+    BAD_RECORDS(SNAPMLA_ERROR_SOURCE_STRIDE, d.source_page_stride = INT64_MAX - 3);
+    BAD_IMPORT(SNAPMLA_ERROR_TABLE_ALIGN, d.slots = (const int64_t *)at(15), SHIFT(d.slots, 4));
+    BAD_IMPORT(SNAPMLA_ERROR_TABLE_ALIGN, d.source_slots = (const int64_t *)at(15),
+               SHIFT(d.source_slots, 1));
+}
+
 static void test_merge_buffers(void **state)
 {
     (void)state;
@@ -663,6 +847,11 @@ static void test_order_of_checks(void **state)
     BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1, d.cache.page_size = 3, d.latent = NULL);
     BAD_APPEND(SNAPMLA_ERROR_NULL_SCALE, d.cache.scale = NULL, d.slots = NULL);
     BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1, d.parts = -1);
+    BAD_RAW(SNAPMLA_ERROR_NULL_COSINES, d.rotation.cosines = NULL, d.norm.eps = -1);
+    BAD_RANGES(SNAPMLA_ERROR_TABLE_WIDTH, d.block_table_width = -1, d.latent = NULL);
+    BAD_COPY(SNAPMLA_ERROR_LAYERS_DIFFER, copy_from[1].pages = 1, d.pairs = NULL);
+    BAD_IMPORT(SNAPMLA_ERROR_SOURCE_FORMAT, d.format = (snapmla_source_format)7,
+               SHIFT(d.source, 1));
 }
 
 /* ================================================================================================
@@ -775,6 +964,10 @@ int main(void)
         cmocka_unit_test(test_decode_outputs),
         cmocka_unit_test(test_quantize_buffers),
         cmocka_unit_test(test_key_buffers),
+        cmocka_unit_test(test_rotation_and_norm),
+        cmocka_unit_test(test_fetch_ranges),
+        cmocka_unit_test(test_copy_buffers),
+        cmocka_unit_test(test_import_buffers),
         cmocka_unit_test(test_merge_buffers),
         cmocka_unit_test(test_order_of_checks),
         cmocka_unit_test(test_overflow_is_refused),

@@ -14,6 +14,7 @@
 #include "gpu_util.h"
 
 int run_data_tests(void);
+int run_flow_tests(void);
 int run_decode_tests(void);
 int run_edge_tests(void);
 int run_graph_tests(void);
@@ -215,6 +216,7 @@ int main(int argc, char **argv)
     failed += run_harness_tests();
     failed += run_guard_tests();
     failed += run_data_tests();
+    failed += run_flow_tests();
     snapmla_path paths[2] = {SNAPMLA_PATH_GENERAL, SNAPMLA_PATH_GENERAL};
     if (gpu_present()) (void)snapmla_device_supported(0, &paths[1]);
     for (int i = 0; i < (paths[1] == paths[0] ? 1 : 2); i++) {

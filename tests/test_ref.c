@@ -2593,6 +2593,521 @@ static void offsets_beyond_32_bits(void **state)
 #endif
 }
 
+/* ================================================================================================
+   The division of the kernels
+   ============================================================================================== */
+
+/* The greatest f32 that is not above 1 / divisor. */
+static float reciprocal_towards_zero(float divisor)
+{
+    const float r = 1.0f / divisor;
+    return fmaf(-divisor, r, 1.0f) < 0 ? from_bits(bits_of(r) - 1) : r;
+}
+
+/* snapmla.cuh divides by a scale by multiplying with two parts of its reciprocal.  For every largest
+   magnitude that a row can have and every bf16 number this gives the scale, the e4m3 code and the
+   bf16 that division gives.  Mantissas repeat from binade to binade, so that most rows of the sweep
+   take only a few binades; -t sweeps all. */
+static void kernels_divide_exactly(void **state)
+{
+    (void)state;
+    const float most448 = reciprocal_towards_zero(448.0f);
+    const float rest448 = fmaf(-448.0f, most448, 1.0f) * most448;
+    TU_CHECK_INT(bits_of(most448), 0x3b124924); /* 0x1.249248p-9 */
+    TU_CHECK_INT(bits_of(rest448), 0x2f124924);
+    for (uint32_t amax = 0; amax < 0x7f80; amax++) {
+        const int exponent = (int)(amax >> 7) - 127;
+        const int edge = exponent == -87 || exponent == -86 || exponent == 99 || exponent == 100;
+        if (!print_table && !edge && exponent % 32 != 0 && amax % 397 != 0) continue;
+        const int large = exponent >= 100;
+        const float shrink = large ? from_bits((127 - 64) << 23) : 1.0f;
+        const float magnitude = from_bits(amax << 16);
+        const float least = magnitude > 1e-26f ? magnitude : 1e-26f;
+        const float scale = least / 448.0f, m = least * shrink;
+        TU_CHECK_INT(bits_of(fmaf(m, most448, m * rest448)), bits_of(scale * shrink));
+        const float most = reciprocal_towards_zero(scale * shrink);
+        const float rest = fmaf(-scale * shrink, most, 1.0f) * most;
+        TU_CHECK(rest >= 0 && bits_of(rest) != 0x80000000u, "amax %04x: rest %g", amax,
+                 (double)rest);
+        for (uint32_t bits = 0; bits <= 0xffff; bits++) {
+            const float x = from_bits(bits << 16), quotient = x / scale;
+            if ((bits & 0x7fff) <= amax) {
+                const float s = x * shrink, y = fmaf(s, most, s * rest);
+                if (bits_of(y) != bits_of(quotient)) {
+                    TU_CHECK_INT(snapmla_ref_e4m3_from_float(y),
+                                 snapmla_ref_e4m3_from_float(quotient));
+                }
+            }
+            const float y = fmaf(x, most, x * rest);
+            if (large || !(fabsf(y) >= 1e-30f) || bits_of(y) == bits_of(quotient)) {
+                /* a zero is taken as it comes */
+                if (!large && x == 0) TU_CHECK_INT(bits_of(y), bits_of(quotient));
+                continue;
+            }
+            TU_CHECK_INT(snapmla_ref_bf16_from_float(y), snapmla_ref_bf16_from_float(quotient));
+        }
+    }
+}
+
+/* ================================================================================================
+   Norm and rotation
+   ============================================================================================== */
+
+/* Sum i of n after halving: that of 2n plus its partner. */
+static float halved_sum(const float *runs, int i, int n, int all)
+{
+    if (n == all) return runs[i];
+    return halved_sum(runs, i, 2 * n, all) + halved_sum(runs, i + n, 2 * n, all);
+}
+
+static void norm_against_recursion_and_double(void **state)
+{
+    (void)state;
+    tu_rng rng = tu_seed(61);
+    for (int round = 0; round < 400; round++) {
+        const int dim = round % 5 == 4 ? 64 : 512;
+        uint16_t x[512], y[512], w_bf16[512];
+        float w[512], runs[64], sum, r;
+        double squares = 0;
+        const double std = ldexp(1, (int)tu_below(&rng, 40) - 20);
+        snapmla_ref_norm norm;
+        memset(&norm, 0, sizeof norm);
+        norm.eps = round % 3 ? 1e-5f : 0; /* 0: 1e-6 */
+        tu_fill_bf16(&rng, x, dim, 0.3 * std, std);
+        for (int d = 0; d < dim; d++) {
+            w[d] = (float)(1 + 0.2 * tu_gauss(&rng));
+            w_bf16[d] = tu_bf16(w[d]);
+            if (round % 2) w[d] = (float)tu_from_bf16(w_bf16[d]);
+            squares += tu_from_bf16(x[d]) * tu_from_bf16(x[d]);
+        }
+        norm.weight = round % 2 ? (const void *)w_bf16 : (const void *)w;
+        norm.weight_type = round % 2 ? SNAPMLA_REF_NUMBER_BF16 : SNAPMLA_REF_NUMBER_F32;
+        snapmla_ref_rms_norm(x, dim, &norm, y);
+        for (int run = 0; run < dim / 8; run++) {
+            runs[run] = 0;
+            for (int d = 8 * run; d < 8 * run + 8; d++) {
+                const float v = (float)tu_from_bf16(x[d]);
+                runs[run] = fmaf(v, v, runs[run]);
+            }
+        }
+        sum = halved_sum(runs, 0, 1, dim / 8);
+        r = 1.0f / sqrtf(sum / (float)dim + (norm.eps == 0 ? 1e-6f : norm.eps));
+        for (int d = 0; d < dim; d++) {
+            const double eps = norm.eps == 0 ? 1e-6 : norm.eps;
+            const double exact = tu_from_bf16(x[d]) / sqrt(squares / dim + eps) * w[d];
+            TU_CHECK_INT(y[d], tu_bf16((float)tu_from_bf16(x[d]) * r * w[d]));
+            TU_CHECK_NEAR(tu_from_bf16(y[d]), exact, fabs(exact) * (1.0 / 256 + 1e-5));
+        }
+    }
+}
+
+static void norm_of_special_rows(void **state)
+{
+    (void)state;
+    uint16_t x[512], y[512], w[512];
+    snapmla_ref_norm norm;
+    memset(&norm, 0, sizeof norm);
+    norm.weight = w;
+    for (int d = 0; d < 512; d++) w[d] = 0x3f80;
+    memset(x, 0, sizeof x);
+    x[7] = 0x8000;
+    snapmla_ref_rms_norm(x, 512, &norm, y);
+    TU_CHECK_BYTES(y, x, sizeof x); /* zeros stay, with their sign */
+    for (int kind = 0; kind < 4; kind++) {
+        static const uint16_t bad[] = {0x7fc0, 0xffff, 0x7f80,
+                                       0x7f00}; /* the last overflows squared */
+        for (int d = 0; d < 512; d++) x[d] = 0x3f80;
+        x[100] = bad[kind];
+        snapmla_ref_rms_norm(x, 512, &norm, y);
+        for (int d = 0; d < 512; d++) TU_CHECK_INT(y[d], 0x7fc0);
+    }
+    for (int d = 0; d < 512; d++) x[d] = (d & 1) ? 0xbf80 : 0x3f80; /* +-1: nothing changes */
+    snapmla_ref_rms_norm(x, 512, &norm, x);
+    for (int d = 0; d < 512; d++) TU_CHECK_INT(x[d], (d & 1) ? 0xbf80 : 0x3f80);
+}
+
+static void rotation_turns_pairs(void **state)
+{
+    (void)state;
+    tu_rng rng = tu_seed(62);
+    for (int round = 0; round < 200; round++) {
+        uint16_t x[64], split[64], y[64], z[64];
+        float cosines[32], sines[32];
+        tu_fill_bf16(&rng, x, 64, 0, 3);
+        for (int i = 0; i < 32; i++) {
+            const double angle = 100 * tu_uniform(&rng);
+            cosines[i] = (float)cos(angle);
+            sines[i] = (float)sin(angle);
+            split[i] = x[2 * i];
+            split[32 + i] = x[2 * i + 1];
+        }
+        snapmla_ref_rotate(x, 64, cosines, sines, SNAPMLA_REF_ROPE_INTERLEAVED, y);
+        snapmla_ref_rotate(split, 64, cosines, sines, SNAPMLA_REF_ROPE_HALF_SPLIT, z);
+        for (int i = 0; i < 32; i++) {
+            const double a = tu_from_bf16(x[2 * i]), b = tu_from_bf16(x[2 * i + 1]);
+            const double c = a * cosines[i] - b * sines[i], d = b * cosines[i] + a * sines[i];
+            TU_CHECK_INT(y[2 * i], z[i]); /* the same numbers in both layouts */
+            TU_CHECK_INT(y[2 * i + 1], z[32 + i]);
+            TU_CHECK_NEAR(tu_from_bf16(y[2 * i]), c, fabs(c) / 256 + 1e-6);
+            TU_CHECK_NEAR(tu_from_bf16(y[2 * i + 1]), d, fabs(d) / 256 + 1e-6);
+        }
+        snapmla_ref_rotate(x, 64, cosines, sines, SNAPMLA_REF_ROPE_INTERLEAVED, x); /* in place */
+        TU_CHECK_BYTES(x, y, sizeof x);
+    }
+}
+
+/* ================================================================================================
+   The calls around them: each equals the plain call on rows prepared by hand
+   ============================================================================================== */
+enum { FLOW_TOKENS = 23, FLOW_PAGE = 8, FLOW_PAGES = 5, FLOW_POSITIONS = 50 };
+
+typedef struct small_cache {
+    uint8_t content[FLOW_PAGES * FLOW_PAGE * 512];
+    float scale[FLOW_PAGES * FLOW_PAGE];
+    uint16_t rope[FLOW_PAGES * FLOW_PAGE * 64];
+} small_cache;
+
+static snapmla_ref_cache small_planes(small_cache *c)
+{
+    snapmla_ref_cache planes;
+    memset(&planes, 0, sizeof planes);
+    planes.content = c->content;
+    planes.scale = c->scale;
+    planes.rope = c->rope;
+    planes.pages = FLOW_PAGES;
+    planes.page_size = FLOW_PAGE;
+    return planes;
+}
+
+static void fill_cache(tu_rng *rng, small_cache *c)
+{
+    tu_fill_e4m3(rng, c->content, (int64_t)sizeof c->content);
+    tu_fill_f32(rng, c->scale, FLOW_PAGES * FLOW_PAGE, 1, 0.1);
+    tu_fill_bf16(rng, c->rope, (int64_t)(sizeof c->rope / 2), 0, 1);
+}
+
+static void append_and_quantize_with_norm_and_rotation(void **state)
+{
+    (void)state;
+    static small_cache got, want;
+    static uint16_t rows[FLOW_TOKENS][576 + 8], plain[FLOW_TOKENS][576];
+    static uint8_t content[FLOW_TOKENS][512], one_content[512];
+    static float table[FLOW_POSITIONS][64 + 2], scale[FLOW_TOKENS], one_scale;
+    static uint16_t rope[FLOW_TOKENS][64], one_rope[64];
+    int64_t slots[FLOW_TOKENS], positions[FLOW_TOKENS];
+    uint16_t weight[512];
+    tu_rng rng = tu_seed(63);
+    for (int round = 0; round < 8; round++) {
+        const int layout = round & 1, two = round >> 1 & 1, norm = round >> 2 & 1;
+        snapmla_ref_append_desc a;
+        snapmla_ref_quantize_q_desc q;
+        tu_fill_f32(&rng, table[0], (int64_t)(sizeof table / 4), 0, 1);
+        tu_fill_bf16(&rng, weight, 512, 1, 0.2);
+        memset(&a, 0, sizeof a);
+        a.cache = small_planes(&got);
+        a.tokens = FLOW_TOKENS;
+        a.latent = rows[0];
+        a.latent_stride = 576 + 8;
+        if (two) a.rope = rows[0] + 512, a.rope_stride = 576 + 8;
+        a.slots = slots;
+        if (norm) a.norm.weight = weight;
+        a.rotation.positions = positions;
+        a.rotation.cosines = table[0];
+        if (two) a.rotation.sines = table[0] + 32;
+        a.rotation.table_stride = 64 + 2;
+        a.rotation.layout = (snapmla_ref_rope_layout)layout;
+        for (int t = 0; t < FLOW_TOKENS; t++) {
+            tu_fill_bf16(&rng, rows[t], 576, 0, 2);
+            positions[t] = tu_below(&rng, FLOW_POSITIONS);
+            slots[t] = t % 7 == 3 ? -1 : FLOW_PAGES * FLOW_PAGE - 1 - t;
+            memcpy(plain[t], rows[t], sizeof plain[t]);
+            if (norm) snapmla_ref_rms_norm(plain[t], 512, &a.norm, plain[t]);
+            snapmla_ref_rotate(plain[t] + 512, 64, table[positions[t]], table[positions[t]] + 32,
+                               a.rotation.layout, plain[t] + 512);
+        }
+        memset(&got, 0xee, sizeof got);
+        memset(&want, 0xee, sizeof want);
+        TU_CHECK_INT(snapmla_ref_append(&a), 0);
+        a.cache = small_planes(&want);
+        a.latent = plain[0];
+        a.latent_stride = 0;
+        a.rope = NULL;
+        memset(&a.norm, 0, sizeof a.norm);
+        memset(&a.rotation, 0, sizeof a.rotation);
+        TU_CHECK_INT(snapmla_ref_append(&a), 0);
+        TU_CHECK_BYTES(&got, &want, sizeof got);
+
+        /* the same rows as queries of 1 token x 23 heads, or 23 x 1 */
+        memset(&q, 0, sizeof q);
+        q.tokens = two ? 1 : FLOW_TOKENS;
+        q.heads = two ? FLOW_TOKENS : 1;
+        q.q = rows[0];
+        q.q_head_stride = 576 + 8;
+        if (two) q.rope = rows[0] + 512, q.rope_head_stride = 576 + 8;
+        q.q_content = content[0];
+        q.q_scale = scale;
+        q.q_rope = rope[0];
+        q.rotation.positions = positions;
+        q.rotation.cosines = table[0];
+        q.rotation.table_stride = 64 + 2;
+        q.rotation.layout = (snapmla_ref_rope_layout)layout;
+        TU_CHECK_INT(snapmla_ref_quantize_q(&q), 0);
+        for (int t = 0; t < FLOW_TOKENS; t++) {
+            const float *angles = table[positions[two ? 0 : t]];
+            snapmla_ref_rotate(rows[t] + 512, 64, angles, angles + 32, q.rotation.layout,
+                               plain[t] + 512);
+            snapmla_ref_quantize(rows[t], 512, plain[t] + 512, 64, one_content, &one_scale,
+                                 one_rope);
+            TU_CHECK_BYTES(content[t], one_content, 512);
+            TU_CHECK_INT(bits_of(scale[t]), bits_of(one_scale));
+            TU_CHECK_BYTES(rope[t], one_rope, sizeof one_rope);
+        }
+    }
+}
+
+static void fetch_by_ranges_is_fetch_by_slots(void **state)
+{
+    (void)state;
+    static small_cache cache;
+    static uint16_t got[30][576], want[30][576];
+    /* request 0: positions 6..12; 1: none; 2: a hole, then past the table; 3: before the start */
+    const int32_t table[4][4] = {{4, 1, 99, 99}, {99, 99, 99, 99}, {-1, 3, 99, 99}, {0, 2, 99, 99}};
+    const int32_t starts[5] = {2, 9, 9, 19, 22}, first[4] = {6, 0, 7, -2};
+    int64_t slots[30];
+    snapmla_ref_fetch_desc f;
+    tu_rng rng = tu_seed(64);
+    fill_cache(&rng, &cache);
+    memset(got, 0xee, sizeof got);
+    memset(want, 0xee, sizeof want);
+    memset(&f, 0, sizeof f);
+    f.cache = small_planes(&cache);
+    f.tokens = 30;
+    f.latent = got[0];
+    f.block_table = table[0];
+    f.block_table_width = 2;
+    f.block_table_stride = 4;
+    f.batch = 4;
+    f.row_starts = starts;
+    f.first = first;
+    TU_CHECK_INT(snapmla_ref_fetch(&f), 0);
+    for (int i = 0; i < 7; i++) slots[i] = i < 2 ? 4 * 8 + 6 + i : 1 * 8 + i - 2;
+    for (int i = 7; i < 17; i++) slots[i] = i == 7 || i == 16 ? -1 : 3 * 8 + i - 8;
+    for (int i = 17; i < 20; i++) slots[i] = i == 19 ? 0 : -1;
+    f.block_table = NULL;
+    f.slots = slots;
+    f.latent = want[2]; /* row 0 and 1, and those past 22, are nobody's */
+    f.tokens = 20;
+    TU_CHECK_INT(snapmla_ref_fetch(&f), 0);
+    TU_CHECK_BYTES(got, want, sizeof got);
+}
+
+static void pages_are_copied(void **state)
+{
+    (void)state;
+    static small_cache from[2], to[2], want[2];
+    snapmla_ref_cache source[2], destination[2];
+    const int32_t pairs[] = {0, 4, 3, 1, -1, 2, 2, -7, 3, 0};
+    snapmla_ref_copy_pages_desc c;
+    tu_rng rng = tu_seed(65);
+    for (int l = 0; l < 2; l++) {
+        fill_cache(&rng, &from[l]);
+        fill_cache(&rng, &to[l]);
+        want[l] = to[l];
+        source[l] = small_planes(&from[l]);
+        destination[l] = small_planes(&to[l]);
+        for (int i = 0; i < 5; i++) {
+            const int a = pairs[2 * i], b = pairs[2 * i + 1];
+            if (a < 0 || b < 0) continue;
+            memcpy(want[l].content + b * 8 * 512, from[l].content + a * 8 * 512, 8 * 512);
+            memcpy(want[l].scale + b * 8, from[l].scale + a * 8, 8 * 4);
+            memcpy(want[l].rope + b * 8 * 64, from[l].rope + a * 8 * 64, 8 * 64 * 2);
+        }
+    }
+    memset(&c, 0, sizeof c);
+    c.layers = 2;
+    c.source = source;
+    c.destination = destination;
+    c.count = 5;
+    c.pairs = pairs;
+    TU_CHECK_INT(snapmla_ref_copy_pages(&c), 0);
+    TU_CHECK_BYTES(to, want, sizeof to);
+}
+
+static void imports_are_appends(void **state)
+{
+    (void)state;
+    static small_cache got, want;
+    static uint16_t rows[FLOW_TOKENS + 9][576], keys[FLOW_TOKENS][576];
+    static uint8_t records[FLOW_TOKENS + 9][656];
+    int64_t slots[FLOW_TOKENS], source_slots[FLOW_TOKENS];
+    tu_rng rng = tu_seed(66);
+    for (int format = 0; format < 2; format++) {
+        snapmla_ref_import_desc i;
+        snapmla_ref_append_desc a;
+        for (int t = 0; t < FLOW_TOKENS + 9; t++) {
+            float scale[4];
+            tu_fill_bf16(&rng, rows[t], 576, 0, 1);
+            if (format == 0) continue;
+            tu_fill_e4m3(&rng, records[t], 512);
+            tu_fill_f32(&rng, scale, 4, 0.01, 0.003);
+            memcpy(records[t] + 512, scale, 16);
+            memcpy(records[t] + 528, rows[t] + 512, 128);
+            for (int d = 0; d < 512; d++) {
+                const double v = snapmla_ref_e4m3_to_float(records[t][d]);
+                rows[t][d] = tu_bf16((float)(v * scale[d / 128]));
+            }
+        }
+        for (int t = 0; t < FLOW_TOKENS; t++) {
+            slots[t] = t % 5 == 2 ? -1 : t + 9;
+            source_slots[t] = t % 7 == 5 ? -1 : FLOW_TOKENS + 8 - t;
+            memcpy(keys[t], rows[FLOW_TOKENS + 8 - t], sizeof keys[t]);
+        }
+        memset(&got, 0xee, sizeof got);
+        memset(&want, 0xee, sizeof want);
+        memset(&i, 0, sizeof i);
+        i.cache = small_planes(&got);
+        i.format = (snapmla_ref_source_format)format;
+        i.source = format ? (const void *)records : (const void *)rows;
+        i.source_page_size = 4;
+        i.tokens = FLOW_TOKENS;
+        i.slots = slots;
+        i.source_slots = source_slots;
+        TU_CHECK_INT(snapmla_ref_import(&i), 0);
+        for (int t = 0; t < FLOW_TOKENS; t++)
+            if (source_slots[t] < 0) slots[t] = -1;
+        memset(&a, 0, sizeof a);
+        a.cache = small_planes(&want);
+        a.tokens = FLOW_TOKENS;
+        a.latent = keys[0];
+        a.slots = slots;
+        TU_CHECK_INT(snapmla_ref_append(&a), 0);
+        TU_CHECK_BYTES(&got, &want, sizeof got);
+
+        /* without slots: all tokens in order */
+        i.slots = i.source_slots = NULL;
+        i.source_page_size = 0;
+        a.latent = rows[0];
+        for (int t = 0; t < FLOW_TOKENS; t++) slots[t] = t;
+        TU_CHECK_INT(snapmla_ref_import(&i), 0);
+        TU_CHECK_INT(snapmla_ref_append(&a), 0);
+        TU_CHECK_BYTES(&got, &want, sizeof got);
+    }
+}
+
+static void data_flow_refuses_bad_arguments(void **state)
+{
+    (void)state;
+    static small_cache cache, before;
+    static uint16_t rows[4][576];
+    static uint8_t content[4][512];
+    static float scale[4], table[8][64];
+    static uint16_t rope[4][64], weight[512];
+    int64_t slots[4] = {0, 1, 2, 3}, positions[4] = {0, 1, 2, 3};
+    int32_t block_table[2] = {0, 1}, starts[2] = {0, 4}, pairs[2] = {0, 1};
+    snapmla_ref_cache planes = small_planes(&cache), other = planes;
+    snapmla_ref_append_desc append;
+    snapmla_ref_quantize_q_desc quantize_q;
+    snapmla_ref_fetch_desc fetch;
+    snapmla_ref_copy_pages_desc copy_pages;
+    snapmla_ref_import_desc import;
+    memset(&cache, 0xee, sizeof cache);
+    before = cache;
+    other.page_size = 4;
+    memset(&append, 0, sizeof append);
+    append.cache = planes;
+    append.tokens = 4;
+    append.latent = rows[0];
+    append.slots = slots;
+    append.norm.weight = weight;
+    append.rotation.positions = positions;
+    append.rotation.cosines = table[0];
+    memset(&quantize_q, 0, sizeof quantize_q);
+    quantize_q.tokens = 2;
+    quantize_q.heads = 2;
+    quantize_q.q = rows[0];
+    quantize_q.q_content = content[0];
+    quantize_q.q_scale = scale;
+    quantize_q.q_rope = rope[0];
+    quantize_q.rotation = append.rotation;
+    memset(&fetch, 0, sizeof fetch);
+    fetch.cache = planes;
+    fetch.tokens = 4;
+    fetch.latent = rows[0];
+    fetch.block_table = block_table;
+    fetch.block_table_width = 2;
+    fetch.batch = 1;
+    fetch.row_starts = starts;
+    memset(&copy_pages, 0, sizeof copy_pages);
+    copy_pages.layers = 1;
+    copy_pages.source = copy_pages.destination = &planes;
+    copy_pages.count = 1;
+    copy_pages.pairs = pairs;
+    memset(&import, 0, sizeof import);
+    import.cache = planes;
+    import.source = rows;
+    import.tokens = 4;
+#define SPOILED(kind, ...)                                                     \
+    do {                                                                       \
+        snapmla_ref_##kind##_desc d = kind;                                    \
+        __VA_ARGS__;                                                           \
+        TU_CHECK(snapmla_ref_##kind(&d) == -1, "%s: %s", #kind, #__VA_ARGS__); \
+    } while (0)
+    SPOILED(append, d.rotation.positions = NULL);
+    SPOILED(append, d.rotation.cosines = NULL);
+    SPOILED(append, d.rotation.table_stride = 63);
+    SPOILED(append, d.rotation.layout = (snapmla_ref_rope_layout)2);
+    SPOILED(append, positions[3] = -1);
+    positions[3] = 3;
+    SPOILED(append, d.norm.weight_type = (snapmla_ref_number)2);
+    SPOILED(append, d.norm.eps = -1);
+    SPOILED(append, d.norm.eps = NAN);
+    SPOILED(append, d.norm.eps = INFINITY);
+    refuse_memory = 1;
+    SPOILED(append, (void)0);
+    refuse_memory = 0;
+    SPOILED(fetch, d.row_starts = NULL);
+    SPOILED(fetch, d.block_table = NULL);
+    SPOILED(fetch, d.slots = slots);
+    SPOILED(fetch, d.batch = -1);
+    SPOILED(fetch, d.block_table_width = -1);
+    SPOILED(fetch, d.block_table_stride = 1);
+    SPOILED(fetch, d.tokens = 3);
+    SPOILED(fetch, block_table[0] = FLOW_PAGES);
+    block_table[0] = 0;
+    SPOILED(import, d.source = NULL);
+    SPOILED(import, d.format = (snapmla_ref_source_format)2);
+    SPOILED(import, d.source_page_size = -1);
+    SPOILED(import, d.source_row_stride = 575);
+    SPOILED(import, d.source_page_stride = 576 * FLOW_PAGE - 1);
+    SPOILED(import, d.tokens = FLOW_PAGES * FLOW_PAGE + 1);
+    SPOILED(import, slots[0] = FLOW_PAGES * FLOW_PAGE, d.slots = slots);
+    slots[0] = 0;
+    SPOILED(copy_pages, d.source = NULL);
+    SPOILED(copy_pages, d.destination = NULL);
+    SPOILED(copy_pages, d.pairs = NULL);
+    SPOILED(copy_pages, d.layers = -1);
+    SPOILED(copy_pages, d.count = -1);
+    SPOILED(copy_pages, d.source = &other);
+    SPOILED(copy_pages, pairs[1] = FLOW_PAGES);
+    pairs[1] = 1;
+    SPOILED(quantize_q, d.q = NULL);
+    SPOILED(quantize_q, d.q_scale = NULL);
+    SPOILED(quantize_q, d.heads = -1);
+    SPOILED(quantize_q, d.tokens = -1);
+    SPOILED(quantize_q, d.latent_dim = 33);
+    SPOILED(quantize_q, d.q_head_stride = 575);
+    SPOILED(quantize_q, d.rope = rope[0], d.rope_head_stride = 63);
+    SPOILED(quantize_q, d.rotation.cosines = NULL);
+#undef SPOILED
+    TU_CHECK_BYTES(&cache, &before, sizeof cache);
+    TU_CHECK_INT(snapmla_ref_append(&append), 0); /* what was spoiled was good */
+    TU_CHECK_INT(snapmla_ref_fetch(&fetch), 0);
+    TU_CHECK_INT(snapmla_ref_quantize_q(&quantize_q), 0);
+    TU_CHECK_INT(snapmla_ref_copy_pages(&copy_pages), 0);
+    TU_CHECK_INT(snapmla_ref_import(&import), 0);
+    TU_CHECK_INT(live_blocks, 0);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -2651,6 +3166,15 @@ int main(int argc, char **argv)
         cmocka_unit_test(merge_refuses_bad_arguments),
         cmocka_unit_test(many_rows),
         cmocka_unit_test(offsets_beyond_32_bits),
+        cmocka_unit_test(kernels_divide_exactly),
+        cmocka_unit_test(norm_against_recursion_and_double),
+        cmocka_unit_test(norm_of_special_rows),
+        cmocka_unit_test(rotation_turns_pairs),
+        cmocka_unit_test(append_and_quantize_with_norm_and_rotation),
+        cmocka_unit_test(fetch_by_ranges_is_fetch_by_slots),
+        cmocka_unit_test(pages_are_copied),
+        cmocka_unit_test(imports_are_appends),
+        cmocka_unit_test(data_flow_refuses_bad_arguments),
     };
     print_table = argc > 1 && strcmp(argv[1], "-t") == 0;
     return cmocka_run_group_tests_name("reference", tests, NULL, NULL);

@@ -98,7 +98,7 @@ static void test_card_rounded_formats(void **state)
 /* What layer 0 caches for byte 0 and for the first byte of the first prompt. */
 static const struct {
     double latent[4], absmax;
-    double rope[4]; /* dims 0, 1, 32, 33 */
+    double rope[4]; /* dims 0, 1, 32, 33 in the card's order: first results, then second ones */
 } card_layer0[2] = {
     {{-0.242796, 0.762994, -0.717834, 0.707776},
      1.867452,
@@ -107,7 +107,7 @@ static const struct {
      1.387386,
      {-3.793849, -0.698853, -3.472025, 2.014332}},
 };
-static const int rope_dims[4] = {0, 1, 32, 33};
+static const int rope_dims[4] = {0, 2, 1, 3}; /* the same where pairs stay in place */
 
 static void test_card_layer0(void **state)
 {
@@ -130,17 +130,19 @@ static void test_card_layer0(void **state)
         float absmax = 0;
         note_absmax(&absmax, row, LATENT);
         TU_CHECK_NEAR(absmax, card_layer0[t].absmax, 1e-5);
-        /* the latent is rounded to BF16 before its scale is taken */
-        TU_CHECK_NEAR(scale * 448, card_layer0[t].absmax, card_layer0[t].absmax / 256);
+        /* the projection is rounded to BF16 before the norm, the latent before its scale is taken */
+        TU_CHECK_NEAR(scale * 448, card_layer0[t].absmax, card_layer0[t].absmax * (2 / 256.0));
         for (int i = 0; i < 4; i++) {
             const double latent = card_layer0[t].latent[i], rope = card_layer0[t].rope[i];
             const double latent8 = snapmla_ref_e4m3_to_float(c->content[slot * LATENT + i]);
             const double rope16 = bf16_value(c->rope[slot * ROPE + rope_dims[i]]);
+            const double other = card_layer0[t].rope[i ^ 2],
+                         pair = sqrt(rope * rope + other * other);
             TU_CHECK_NEAR(row[i], latent, 1e-5);
             TU_CHECK_NEAR(row[LATENT + rope_dims[i]], rope, 2e-5);
             /* half a unit of e4m3 is 1/16 of a number at most, half a unit of BF16 1/256 */
-            TU_CHECK_NEAR(latent8 * scale, latent, fabs(latent) * (1 / 16.0 + 1 / 256.0));
-            TU_CHECK_NEAR(rope16 * scale, rope, fabs(rope) * (2 / 256.0));
+            TU_CHECK_NEAR(latent8 * scale, latent, fabs(latent) * (1 / 16.0 + 2 / 256.0));
+            TU_CHECK_NEAR(rope16 * scale, rope, pair / 256 + fabs(rope) * (2 / 256.0));
         }
     }
     f->backend.close(s);

@@ -40,6 +40,7 @@ struct session {
     int32_t *block_table; /* [requests, table_width] */
     int32_t *seq_lens;    /* [requests] */
     int64_t *slots;       /* [requests]: where this step's keys go */
+    int64_t *positions;   /* [requests]: and their positions */
     calibration scales;   /* naive: absmax / 448 */
     float e4m3_value[256];
     calibration seen; /* bf16: absmax of request 0 */
@@ -108,6 +109,7 @@ static session *cpu_open(const backend *b, cache_format format, const calibratio
     s->block_table = (int32_t *)take(s, pages, sizeof(int32_t));
     s->seq_lens = (int32_t *)take(s, n, sizeof(int32_t));
     s->slots = (int64_t *)take(s, n, sizeof(int64_t));
+    s->positions = (int64_t *)take(s, n, sizeof(int64_t));
     s->x = (float *)take(s, n * (size_t)m->hidden, sizeof(float));
     s->normed = (float *)take(s, n * (size_t)m->hidden, sizeof(float));
     s->q = (float *)take(s, n * heads * (size_t)(m->nope + ROPE), sizeof(float));
@@ -194,15 +196,14 @@ static void rmsnorm(float *y, const float *x, const float *gain, int n, double e
     for (int i = 0; i < n; i++) y[i] = x[i] * scale * gain[i];
 }
 
-/* Rotate the pairs (2i, 2i + 1) of x.  The first results of all pairs come first in y, then the
-   second ones; any order works as long as queries and keys agree. */
+/* Rotate the pairs (2i, 2i + 1) of x; each stays where it was. */
 static void rotate(float *y, const float *x, const model *m, int position)
 {
     const float *c = m->rope_cos + (size_t)position * (ROPE / 2);
     const float *s = m->rope_sin + (size_t)position * (ROPE / 2);
     for (int i = 0; i < ROPE / 2; i++) {
-        y[i] = x[2 * i] * c[i] - x[2 * i + 1] * s[i];
-        y[ROPE / 2 + i] = x[2 * i + 1] * c[i] + x[2 * i] * s[i];
+        y[2 * i] = x[2 * i] * c[i] - x[2 * i + 1] * s[i];
+        y[2 * i + 1] = x[2 * i + 1] * c[i] + x[2 * i] * s[i];
     }
 }
 
@@ -331,8 +332,15 @@ static int attend_snap(session *s, int layer)
     memset(&append, 0, sizeof append);
     append.cache = s->snap[layer];
     append.tokens = s->requests;
-    append.latent = s->key_bf16; /* rope lies right behind each latent */
+    append.latent = s->key_bf16; /* as projected; rope lies right behind each latent */
     append.slots = s->slots;
+    append.norm.weight = m->layer[layer].latent_norm;
+    append.norm.weight_type = SNAPMLA_REF_NUMBER_F32;
+    append.norm.eps = (float)m->norm_eps;
+    append.rotation.positions = s->positions;
+    append.rotation.cosines = m->rope_cos;
+    append.rotation.sines = m->rope_sin;
+    append.rotation.layout = SNAPMLA_REF_ROPE_INTERLEAVED;
     if (snapmla_ref_append(&append)) return -1;
 
     memset(&decode, 0, sizeof decode);
@@ -383,8 +391,9 @@ static int attention(session *s, int index)
            heads * q_head, 0);
     linear(s->kv, ROW, s->normed, hidden, w->kv_a_proj, ROW, n, hidden, ROW, 0);
 
-    /* The key row: the normed latent and the rotated rope part. */
-    for (int b = 0; b < n; b++) {
+    /* The key row: the normed latent and the rotated rope part.  The SnapMLA cache does both itself
+       when it takes the row. */
+    for (int b = 0; b < n && s->format != CACHE_SNAP; b++) {
         rmsnorm(s->key + b * ROW, s->kv + b * ROW, l->latent_norm, LATENT, m->norm_eps);
         rotate(s->key + b * ROW + LATENT, s->kv + b * ROW + LATENT, m, position);
     }
@@ -397,7 +406,7 @@ static int attention(session *s, int index)
                    s->q + (b * heads + h) * q_head + m->nope, m, position);
     }
     if (s->format != CACHE_FP32) {
-        to_bf16(s->key_bf16, s->key, (size_t)n * ROW);
+        to_bf16(s->key_bf16, s->format == CACHE_SNAP ? s->kv : s->key, (size_t)n * ROW);
         to_bf16(s->query_bf16, s->query, (size_t)n * (size_t)heads * ROW);
     }
     if (s->format == CACHE_BF16) {
@@ -446,6 +455,7 @@ static int cpu_step(session *s, const uint8_t *tokens, float *logits)
     for (int b = 0; b < n; b++) {
         int page = s->block_table[b * s->table_width + position / PAGE];
         s->slots[b] = (int64_t)page * PAGE + position % PAGE;
+        s->positions[b] = position;
         s->seq_lens[b] = s->length;
         memcpy(s->x + b * hidden, m->embedding + tokens[b] * hidden,
                (size_t)hidden * sizeof(float));

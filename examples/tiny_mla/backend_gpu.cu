@@ -22,7 +22,7 @@
 static int blocks_for(int64_t n, int threads) { return (int)((n + threads - 1) / threads); }
 
 /* x[b] = embedding[tokens[b]]; also where request b's new key goes, and how many keys it has. */
-static __global__ void begin_kernel(float *x, int32_t *seq_lens, int64_t *slots,
+static __global__ void begin_kernel(float *x, int32_t *seq_lens, int64_t *slots, int64_t *positions,
                                     const float *embedding, const uint8_t *tokens,
                                     const int32_t *block_table, int table_width, int hidden,
                                     int position)
@@ -33,6 +33,7 @@ static __global__ void begin_kernel(float *x, int32_t *seq_lens, int64_t *slots,
     if (threadIdx.x == 0) {
         int64_t page = block_table[b * table_width + position / PAGE];
         slots[b] = page * PAGE + position % PAGE;
+        positions[b] = position;
         seq_lens[b] = position + 1;
     }
 }
@@ -88,7 +89,7 @@ static __global__ void linear_kernel(float *y, int y_row, int y_group, const flo
     }
 }
 
-/* Rotate the pairs (2i, 2i + 1) of each group's ROPE numbers; first results of all pairs first. */
+/* Rotate the pairs (2i, 2i + 1) of each group's ROPE numbers; each stays where it was. */
 static __global__ void rope_kernel(float *y, int y_row, int y_group, const float *x, int x_row,
                                    int x_group, const float *cosines, const float *sines)
 {
@@ -98,8 +99,8 @@ static __global__ void rope_kernel(float *y, int y_row, int y_group, const float
     y += (int64_t)blockIdx.x * y_row + (int64_t)g * y_group;
     a = x[2 * i];
     b = x[2 * i + 1];
-    y[i] = a * cosines[i] - b * sines[i];
-    y[ROPE / 2 + i] = b * cosines[i] + a * sines[i];
+    y[2 * i] = a * cosines[i] - b * sines[i];
+    y[2 * i + 1] = b * cosines[i] + a * sines[i];
 }
 
 static __global__ void silu_kernel(float *gate, const float *up, int64_t n)
@@ -317,6 +318,7 @@ struct session {
 
     int32_t *block_table, *seq_lens; /* [requests, table_width], [requests] */
     int64_t *slots;                  /* [requests]: where this step's keys go */
+    int64_t *positions;              /* [requests]: and their positions */
     uint8_t *tokens;                 /* [requests] */
 
     /* The cache of a layer: rows [slot, ROW] of f32, bf16 or e4m3, or the three SnapMLA planes. */
@@ -397,6 +399,7 @@ static session *gpu_open(const backend *b, cache_format format, const calibratio
     s->block_table = (int32_t *)take(a, pages * 4);
     s->seq_lens = (int32_t *)take(a, n * 4);
     s->slots = (int64_t *)take(a, n * 8);
+    s->positions = (int64_t *)take(a, n * 8);
     s->tokens = (uint8_t *)take(a, n);
     s->seen = take_floats(a, 2 * m->layers);
     s->x = take_floats(a, n * m->hidden);
@@ -498,7 +501,7 @@ static void attend_rows(session *s, int index)
                                     s->format, scale);
 }
 
-/* The SnapMLA way: quantise and write the new keys, then attend to all of them. */
+/* The SnapMLA way: norm, rotate, quantise and write the new keys, then attend to all of them. */
 static int attend_snap(session *s, int index)
 {
     const int64_t outputs = (int64_t)s->requests * s->host->heads * LATENT;
@@ -508,8 +511,15 @@ static int attend_snap(session *s, int index)
 
     append.cache = s->snap[index];
     append.tokens = s->requests;
-    append.latent = s->key_bf16; /* rope lies right behind each latent */
+    append.latent = s->key_bf16; /* as projected; rope lies right behind each latent */
     append.slots = s->slots;
+    append.norm.weight = s->device->layer[index].latent_norm;
+    append.norm.weight_type = SNAPMLA_NUMBER_F32;
+    append.norm.eps = (float)s->host->norm_eps;
+    append.rotation.positions = s->positions;
+    append.rotation.cosines = s->device->rope_cos;
+    append.rotation.sines = s->device->rope_sin;
+    append.rotation.layout = SNAPMLA_ROPE_INTERLEAVED;
 
     decode.step = s->step;
     decode.cache = s->snap[index];
@@ -541,16 +551,20 @@ static int attention(session *s, int index)
     linear(s->q, s->normed, w->q_proj, n, m->hidden, heads * q_head, 0);
     linear(s->kv, s->normed, w->kv_a_proj, n, m->hidden, ROW, 0);
 
-    /* The key row: the normed latent and the rotated rope part. */
-    rmsnorm(s->key, ROW, s->kv, ROW, w->latent_norm, n, LATENT, m->norm_eps);
-    rope_kernel<<<n, ROPE / 2>>>(s->key + LATENT, ROW, 0, s->kv + LATENT, ROW, 0, cosines, sines);
+    /* The key row: the normed latent and the rotated rope part.  The SnapMLA cache does both itself
+       when it takes the row. */
+    if (s->format != CACHE_SNAP) {
+        rmsnorm(s->key, ROW, s->kv, ROW, w->latent_norm, n, LATENT, m->norm_eps);
+        rope_kernel<<<n, ROPE / 2>>>(s->key + LATENT, ROW, 0, s->kv + LATENT, ROW, 0, cosines,
+                                     sines);
+    }
 
     /* The query rows: W_UK takes the nope part into the latent space. */
     linear_heads(s->query, ROW, s->q, q_head, w->w_uk, n, heads, m->nope, LATENT);
     rope_kernel<<<all_heads, ROPE / 2>>>(s->query + LATENT, heads * ROW, ROW, s->q + m->nope,
                                          heads * q_head, q_head, cosines, sines);
     if (s->format != CACHE_FP32) {
-        to_bf16(s->key_bf16, s->key, (int64_t)n * ROW);
+        to_bf16(s->key_bf16, s->format == CACHE_SNAP ? s->kv : s->key, (int64_t)n * ROW);
         to_bf16(s->query_bf16, s->query, (int64_t)n * heads * ROW);
     }
     if (s->format == CACHE_BF16) {
@@ -592,8 +606,8 @@ static int gpu_step(session *s, const uint8_t *tokens, float *logits)
     if (s->length == s->context) return -1;
     error = cudaMemcpyAsync(s->tokens, tokens, (size_t)n, cudaMemcpyHostToDevice, 0);
     if (error != cudaSuccess) return complain("CUDA", cudaGetErrorString(error));
-    begin_kernel<<<n, 128>>>(s->x, s->seq_lens, s->slots, s->device->embedding, s->tokens,
-                             s->block_table, s->table_width, m->hidden, s->length);
+    begin_kernel<<<n, 128>>>(s->x, s->seq_lens, s->slots, s->positions, s->device->embedding,
+                             s->tokens, s->block_table, s->table_width, m->hidden, s->length);
     s->length++;
     if (s->format == CACHE_SNAP) { /* once a step: all layers have the same lengths */
         snapmla_result result = snapmla_plan(&s->step);
