@@ -3194,11 +3194,13 @@ SMLA_DEV void smla_hopper_store_q(smla_hopper_smem &sm, const smla_decode_params
                                   const smla_quantised_row &y)
 {
     const int lane = threadIdx.x & 31;
+    const uint32_t nan = y.scale == y.scale ? 0 : 0x7f7f7f7fu; /* says so in every score */
     SMLA_UNROLL
     for (int i = 0; i < 2; ++i) { /* bytes 256 i + 8 lane .. + 7 */
         const int column = 2 * i + (lane >> 4), chunk = lane >> 1 & 7;
         *reinterpret_cast<uint2 *>(sm.q_content + column * smla_kColumn + r * 128
-                                   + ((chunk ^ (r & 7)) << 4) + 8 * (lane & 1)) = y.content[i];
+                                   + ((chunk ^ (r & 7)) << 4) + 8 * (lane & 1)) =
+            make_uint2(y.content[i].x | nan, y.content[i].y | nan);
     }
     *reinterpret_cast<uint32_t *>(sm.q_rope + r * 128 + ((lane >> 2 ^ (r & 7)) << 4)
                                   + 4 * (lane & 3)) = y.rope;
@@ -3257,8 +3259,8 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
         const bool real = r < p.tile_rows && row < p.rows;
         if ((t & 3) == 0) {
             sm.limit[r] = smla_row_limit(p, row, s.len);
-            /* above 0, so that -inf stays -inf; a NaN stays, too */
-            if (!real || sm.factor[r] < smla_kFactorFloor) sm.factor[r] = smla_kFactorFloor;
+            /* above 0 and no NaN, so that -inf stays -inf; where q_s is NaN, content is, too */
+            if (!real || !(sm.factor[r] >= smla_kFactorFloor)) sm.factor[r] = smla_kFactorFloor;
         }
     }
     sm.flushed[t] = make_float2(0.0f, 0.0f);
@@ -3762,6 +3764,7 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         reinterpret_cast<uint4 *>(sm.q_content)[i] = make_uint4(0, 0, 0, 0); /* rows >= kRows, too */
     smla_fence_async();
     __syncthreads();
+    if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
     if (wg < 2) {
         smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
         smla_hopper_values<kRows>(sm, p, wg);

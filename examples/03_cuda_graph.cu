@@ -36,7 +36,7 @@ static const int32_t kStart[BATCH] = {0, 1, 63, 64, 300, 3000}; /* tokens cached
 static const int kSampled[] = {1, 2, 64, 65, 128, 500, 999, 1000};
 
 /* Keys and queries of all steps come out of a pool of random rows. */
-static uint16_t pool[POOL * DIM];
+static uint16_t pool[2 * POOL * DIM];
 static uint16_t q[ROWS * DIM], out[ROWS * LATENT], latent[TOKENS * DIM];
 static float lse[ROWS], ref_lse[ROWS];
 static double ref_out[ROWS * LATENT];
@@ -80,7 +80,10 @@ static void fill(uint16_t *x, size_t n)
 }
 
 static __host__ __device__ int key_row(int b, int t) { return (b * 977 + t * 31) % POOL; }
-static __host__ __device__ int q_row(int b, int h, int t) { return (b * 61 + h * 7 + t * 13) % POOL; }
+static __host__ __device__ int q_row(int b, int h, int t)
+{
+    return POOL + (b * 61 + h * 7 + t * 13) % POOL;
+}
 static __host__ __device__ int64_t slot_of(const int32_t *pages, int t)
 {
     return (int64_t)pages[t / PAGE] * PAGE + t % PAGE;
