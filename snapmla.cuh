@@ -2092,15 +2092,19 @@ SMLA_DEV uint2 smla_bf16x4(float4 v, float factor)
                       smla_bf16x2_from_f32(v.z * factor, v.w * factor));
 }
 
+SMLA_DEV const uint16_t *smla_q_row(const smla_decode_params &p, int64_t request, int32_t row)
+{
+    const int32_t token = row / p.heads, head = row - token * p.heads;
+    return p.q + request * p.q_batch_stride + token * p.q_token_stride + head * p.q_head_stride;
+}
+
 /* Row `row` of the request as the kernels' prologue needs it: quantised here or taken as it is. */
 SMLA_DEV smla_quantised_row smla_load_q_row(const smla_decode_params &p, int64_t request,
                                             int32_t row)
 {
     const int lane = threadIdx.x & 31;
     if (p.q != nullptr) {
-        const int32_t token = row / p.heads, head = row - token * p.heads;
-        const uint16_t *q = p.q + request * p.q_batch_stride + token * p.q_token_stride
-                          + head * p.q_head_stride;
+        const uint16_t *q = smla_q_row(p, request, row);
         return smla_quantise_row(smla_load_row(q, q + smla_kLatent, true));
     }
     const int64_t index = request * p.rows + row;
@@ -2644,6 +2648,9 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
      weights  softmax -> values, sum     P and its scales S'
      empty    values, sum -> load           nobody needs the stage any more
 
+   Q of the first split is loaded by all warps at once, later ones come as bf16 through the ring ahead
+   of their blocks (softmax quantises them out of it), where copies wait for nobody.
+
    Softmax.  y = logit + log2 k_s is the logarithm of a token's weight on its FP8 content.  A block's
    largest weight of a row becomes 448, which e4m3 holds exactly (SnapMLA's scale), and the block's
    sums count with S' = 2^(largest y - log2 448 - ref), rounded to bf16 so that the rows' S' fit into
@@ -2657,6 +2664,7 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
    ============================================================================================== */
 SMLA_CONST int smla_kHopperThreads = 512;
 SMLA_CONST int smla_kHopperTile = 64; /* rows of QK's accumulator, whatever kRows */
+SMLA_CONST int smla_kLoadWarp = 12;
 SMLA_CONST int smla_kStages = 4;
 /* bytes of a column block: 64 tokens x 128 bytes, swizzled */
 SMLA_CONST int smla_kColumn = smla_kBlock * 128;
@@ -2757,12 +2765,6 @@ SMLA_DEV void smla_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint
                  "[%0], [%1], %2, [%3];" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 
-/* cp.async.bulk.prefetch.L2: 16-byte aligned, a multiple of 16 bytes. */
-SMLA_DEV void smla_prefetch_l2(const void *p, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
-}
-
 /* st.shared.u32 [addr], x; */
 SMLA_DEV void smla_store_shared(uint32_t addr, uint32_t x)
 {
@@ -2779,6 +2781,12 @@ SMLA_DEV void smla_fence_async()
 SMLA_DEV void smla_bar_sync(int id, int threads)
 {
     asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+/* bar.arrive id, threads; */
+SMLA_DEV void smla_bar_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
 template <int kRegs> SMLA_DEV void smla_setmaxnreg_inc()
@@ -2917,9 +2925,19 @@ struct smla_ring {
     __device__ uint32_t parity() const { return block / smla_kStages & 1; }
 };
 
+SMLA_CONST int smla_kQueryRows = 32;                              /* of bf16 that fit into a stage */
+SMLA_CONST int smla_kQueryBytes = (smla_kLatent + smla_kRope) * 2; /* a row */
+
+/* Stages through which Q of split `index` of a CTA passes. */
+SMLA_DEV int smla_query_stages(const smla_decode_params &p, const smla_split &s, uint32_t index)
+{
+    const bool through_ring = index > 0 && p.q != nullptr && s.end > s.begin;
+    return through_ring ? (p.tile_rows + smla_kQueryRows - 1) / smla_kQueryRows : 0;
+}
+
 /* named barriers */
-/* values, softmax: together they have written the first Q */
-SMLA_CONST int smla_kBarFirstQuery = 1;
+/* all: barriers are initialised, the first Q has been written */
+SMLA_CONST int smla_kBarBegin = 1;
 SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been written */
 SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
 
@@ -3012,36 +3030,48 @@ SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_par
     }
 }
 
-/* Brings a split's Q into L2 while the split before is under way. */
-SMLA_DEV void smla_hopper_prefetch_q(const smla_decode_params &p, const smla_split &s)
+/* Up to 32 rows of a split's Q, as they are, into a stage. */
+SMLA_DEV void smla_hopper_load_query(smla_hopper_smem &sm, const smla_decode_params &p,
+                                     const smla_split &s, int n, const smla_ring &ring)
 {
-    const int32_t row0 = s.tile * p.tile_rows;
-    const int32_t rows = smla_min(p.rows - row0, p.tile_rows);
-    for (int32_t r = threadIdx.x & 31; r < rows; r += 32) {
-        const int32_t row = row0 + r, token = row / p.heads, head = row - token * p.heads;
-        const int64_t index = s.request * p.rows + row;
-        if (p.q != nullptr)
-            smla_prefetch_l2(p.q + s.request * p.q_batch_stride + token * p.q_token_stride
-                             + head * p.q_head_stride, (smla_kLatent + smla_kRope) * 2);
-        else
-            smla_prefetch_l2(p.q_content + index * smla_kLatent, smla_kLatent);
+    const int lane = threadIdx.x & 31, stage = ring.stage();
+    const int32_t row = s.tile * p.tile_rows + smla_kQueryRows * n + lane;
+    const int32_t end = smla_min(p.rows, (s.tile + 1) * p.tile_rows);
+    const int32_t rows = smla_max(0, smla_min(end - (row - lane), (int32_t)smla_kQueryRows));
+    const uint32_t bar = smla_smem_addr(&sm.full[stage]);
+    smla_mbarrier_wait(smla_smem_addr(&sm.empty[stage]), ring.parity() ^ 1);
+    if (lane == 0) smla_mbarrier_arrive_expect_tx(bar, rows * smla_kQueryBytes);
+    __syncwarp();
+    if (lane < rows)
+        smla_bulk_load(smla_smem_addr(sm.stage[stage]) + lane * smla_kQueryBytes,
+                       smla_q_row(p, s.request, row), smla_kQueryBytes, bar);
+}
+
+/* This CTA's split at the cursor or behind it; a negative tile says that there is none. */
+SMLA_DEV smla_split smla_hopper_split_from(const smla_decode_params &p, smla_cursor &c)
+{
+    for (; !smla_at_end(p, c); smla_advance(p, c)) {
+        const smla_split s = smla_split_at(p, c);
+        if (s.tile < p.tiles) return s;
     }
+    return {0, -1, 0, 0, 0, 0};
 }
 
 SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
-                               const smla_hopper_maps &maps)
+                               const smla_hopper_maps &maps, smla_split s, smla_cursor c)
 {
     smla_ring ring = {0};
     uint32_t splits = 0;
 #pragma unroll 1
-    for (smla_cursor c = smla_first_split(p); !smla_at_end(p, c); smla_advance(p, c)) {
-        const smla_split s = smla_split_at(p, c);
-        if (s.tile >= p.tiles) continue;
-        if (splits > 0) smla_hopper_prefetch_q(p, s);
-        smla_hopper_announce(sm, splits++, s);
+    while (s.tile >= 0) {
+        smla_hopper_announce(sm, splits, s);
+        const int query_stages = smla_query_stages(p, s, splits++);
+        for (int n = 0; n < query_stages; ++n, ++ring.block) smla_hopper_load_query(sm, p, s, n, ring);
         smla_hopper_load_split(sm, p, maps, s, ring);
+        smla_advance(p, c);
+        s = smla_hopper_split_from(p, c);
     }
-    smla_hopper_announce(sm, splits, {0, -1, 0, 0, 0, 0});
+    smla_hopper_announce(sm, splits, s);
 }
 
 /* ---- prepare ---- */
@@ -3072,6 +3102,11 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
     const int place = (lane & ~7) * 2 + (lane & 3) * 4 + (lane & 4) / 2;
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        for (int n = smla_query_stages(p, s, index); n > 0; --n, ++ring.block) { /* nothing to do */
+            const int stage = ring.stage();
+            smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
+            if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.ready[stage]));
+        }
         const int32_t blocks = smla_split_blocks(s);
         for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
             const int stage = ring.stage();
@@ -3103,6 +3138,17 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
 }
 
 /* ---- sum ---- */
+
+/* values, sum: waits until softmax is done with the stages of Q, which are not for this warp. */
+SMLA_DEV void smla_hopper_pass_query(smla_hopper_smem &sm, const smla_decode_params &p,
+                                     const smla_split &s, uint32_t index, smla_ring &ring)
+{
+    for (int n = smla_query_stages(p, s, index); n > 0; --n, ++ring.block) {
+        const int stage = ring.stage();
+        smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), ring.parity());
+        if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
+    }
+}
 
 SMLA_DEV float smla_block_scale(const smla_hopper_block &block, int row)
 {
@@ -3162,12 +3208,13 @@ SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int r
 }
 
 template <int kRows>
-SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, int warp)
+SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p, int warp)
 {
     constexpr int kRowsOfLane = kRows < 32 ? 1 : 2;
     const int lane = threadIdx.x & 31, row0 = warp * 32;
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        smla_hopper_pass_query(sm, p, s, index, ring);
         float lq[kRowsOfLane] = {};
 #pragma unroll 1
         for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
@@ -3207,35 +3254,41 @@ SMLA_DEV void smla_hopper_store_q(smla_hopper_smem &sm, const smla_decode_params
     if (lane == 0) sm.factor[r] = p.scale_log2e * y.scale;
 }
 
-/* Q of a split to shared memory by `warps` warps; several rows of bf16 are in flight at once. */
+/* Row `row` of a request's bf16 Q. */
+SMLA_DEV smla_row smla_hopper_raw_q(const smla_decode_params &p, int64_t request, int32_t row)
+{
+    const uint16_t *q = smla_q_row(p, request, row);
+    return smla_load_row(q, q + smla_kLatent, true);
+}
+
+/* Q of a split to shared memory by `warps` warps, three rows of bf16 ahead.  Rows that do not exist
+   become 0: their scores stay finite. */
 template <int kRows>
 SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params &p,
                                  const smla_split &s, int warp, int warps)
 {
-    constexpr int kBatch = 4;
     const int32_t row0 = s.tile * kRows;
-    const int rows = smla_min(p.rows - row0, (int32_t)kRows); /* the others stay as they are: finite */
+    const int32_t rows = smla_min(p.rows - row0, (int32_t)kRows), last = row0 + rows - 1;
+    int r = warp;
+    if (p.q == nullptr) {
 #pragma unroll 1
-    for (int r = warp; r < rows; r += kBatch * warps) {
-        if (p.q == nullptr) {
-            for (int i = r; i < smla_min(rows, r + kBatch * warps); i += warps)
-                smla_hopper_store_q(sm, p, i, smla_load_q_row(p, s.request, row0 + i));
-            continue;
-        }
-        smla_row raw[kBatch];
+        for (; r < rows; r += warps)
+            smla_hopper_store_q(sm, p, r, smla_load_q_row(p, s.request, row0 + r));
+    } else if (r < rows) {
+        smla_row ahead[3];
         SMLA_UNROLL
-        for (int i = 0; i < kBatch; ++i) {
-            const int32_t row = row0 + smla_min(r + i * warps, rows - 1);
-            const int32_t token = row / p.heads, head = row - token * p.heads;
-            const uint16_t *q = p.q + s.request * p.q_batch_stride + token * p.q_token_stride
-                              + head * p.q_head_stride;
-            raw[i] = smla_load_row(q, q + smla_kLatent, true);
+        for (int i = 0; i < 3; ++i)
+            ahead[i] = smla_hopper_raw_q(p, s.request, smla_min(row0 + r + i * warps, last));
+#pragma unroll 1
+        for (; r < rows; r += warps) {
+            const smla_row raw = ahead[0];
+            ahead[0] = ahead[1];
+            ahead[1] = ahead[2];
+            if (r + 3 * warps < rows) ahead[2] = smla_hopper_raw_q(p, s.request, row0 + r + 3 * warps);
+            smla_hopper_store_q(sm, p, r, smla_quantise_row(raw));
         }
-        SMLA_UNROLL
-        for (int i = 0; i < kBatch; ++i)
-            if (r + i * warps < rows)
-                smla_hopper_store_q(sm, p, r + i * warps, smla_quantise_row(raw[i]));
     }
+    for (; r < kRows; r += warps) smla_hopper_store_q(sm, p, r, {});
     smla_fence_async();
 }
 
@@ -3511,6 +3564,36 @@ SMLA_DEV void smla_hopper_no_rows(smla_hopper_smem &sm, int stage, uint32_t pari
     }
 }
 
+/* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
+template <int kRows>
+SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params &p,
+                                 const smla_split &s, uint32_t index, int warp, smla_ring &ring)
+{
+    const smla_ring begin = ring;
+    const int32_t rows = smla_min(p.rows - s.tile * kRows, (int32_t)kRows);
+    const int query_stages = smla_query_stages(p, s, index);
+    smla_bar_sync(smla_kBarQuery, 128); /* nobody needs the last Q any more */
+    if (query_stages == 0) smla_hopper_load_q<kRows>(sm, p, s, warp, 4);
+    for (int n = 0; n < query_stages; ++n, ++ring.block) {
+        const int stage = ring.stage();
+        smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), ring.parity());
+#pragma unroll 1
+        for (int i = warp; i < smla_min((int)smla_kQueryRows, kRows); i += 4) {
+            const uint16_t *raw = reinterpret_cast<const uint16_t *>(
+                sm.stage[stage] + i * smla_kQueryBytes);
+            const int r = smla_kQueryRows * n + i;
+            smla_quantised_row y = {};
+            if (r < rows) y = smla_quantise_row(smla_load_row(raw, raw + smla_kLatent, true));
+            smla_hopper_store_q(sm, p, r, y);
+        }
+    }
+    smla_fence_async();
+    smla_bar_sync(smla_kBarQuery, 128);
+    if (warp >= smla_hopper_roles<kRows>::kSoftmaxWarps || (threadIdx.x & 31) != 0) return;
+    for (smla_ring done = begin; done.block != ring.block; ++done.block)
+        smla_mbarrier_arrive(smla_smem_addr(&sm.weights[done.block % smla_kStages]));
+}
+
 template <int kRows>
 SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params &p)
 {
@@ -3521,11 +3604,7 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
                        || warp < smla_hopper_roles<kRows>::kSoftmaxWarps;
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        const bool first = index == 0; /* everybody waits for Q, so everybody loads it */
-        if (!first) smla_bar_sync(smla_kBarQuery, 128);
-        smla_hopper_load_q<kRows>(sm, p, s, first ? 8 + warp : warp, first ? 12 : 4);
-        if (first) smla_bar_sync(smla_kBarFirstQuery, 384);
-        else smla_bar_sync(smla_kBarQuery, 128);
+        if (index > 0 && s.end > s.begin) smla_hopper_next_q<kRows>(sm, p, s, index, warp, ring);
         smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
         const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
@@ -3717,10 +3796,7 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
     const uint32_t v_offset = wg * 2 * smla_kColumn + lane * 128 + ((warp ^ (lane & 7)) << 4);
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        if (index == 0) {
-            smla_hopper_load_q<kRows>(sm, p, s, 4 * wg + warp, 12);
-            smla_bar_sync(smla_kBarFirstQuery, 384);
-        }
+        smla_hopper_pass_query(sm, p, s, index, ring);
         smla_hopper_acc<kRows> acc = {};
         const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
@@ -3735,6 +3811,24 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
     });
 }
 
+template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &sm)
+{
+    constexpr int kSoftmaxWarps = smla_hopper_roles<kRows>::kSoftmaxWarps;
+    constexpr int kSumWarps = smla_hopper_roles<kRows>::kSumWarps;
+    for (int i = 0; i < smla_kStages; ++i) {
+        smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), kSoftmaxWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);
+        sm.block[i].moved = 0;
+    }
+    for (int i = 0; i < 2; ++i) {
+        smla_mbarrier_init(smla_smem_addr(&sm.split_full[i]), 1);
+        smla_mbarrier_init(smla_smem_addr(&sm.split_empty[i]), 8 + 4 + 1 + kSumWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), kSoftmaxWarps + kSumWarps);
+    }
+}
+
 template <int kRows>
 static __global__ void __launch_bounds__(smla_kHopperThreads, 1)
 snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
@@ -3744,27 +3838,19 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     extern __shared__ __align__(1024) uint8_t smla_hopper_shared[];
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
-    if (threadIdx.x < smla_kStages) {
-        const int i = threadIdx.x;
-        smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
-        smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
-        smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), smla_hopper_roles<kRows>::kSoftmaxWarps);
-        smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + smla_hopper_roles<kRows>::kSumWarps);
-        sm.block[i].moved = 0;
-    }
-    if (threadIdx.x < 2) {
-        smla_mbarrier_init(smla_smem_addr(&sm.split_full[threadIdx.x]), 1);
-        smla_mbarrier_init(smla_smem_addr(&sm.split_empty[threadIdx.x]),
-                           8 + 4 + 1 + smla_hopper_roles<kRows>::kSumWarps);
-        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[threadIdx.x]),
-                           smla_hopper_roles<kRows>::kSoftmaxWarps
-                           + smla_hopper_roles<kRows>::kSumWarps);
-    }
-    for (int i = threadIdx.x; i < (5 * smla_kColumn) / 16; i += smla_kHopperThreads)
-        reinterpret_cast<uint4 *>(sm.q_content)[i] = make_uint4(0, 0, 0, 0); /* rows >= kRows, too */
-    smla_fence_async();
-    __syncthreads();
+    smla_cursor cursor = smla_first_split(p);
+    const smla_split first = smla_hopper_split_from(p, cursor);
     if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
+    if (warp == smla_kLoadWarp) { /* must not wait for the others */
+        if ((threadIdx.x & 31) == 0) smla_hopper_init_barriers<kRows>(sm);
+        smla_fence_async();
+        __syncwarp();
+        smla_bar_arrive(smla_kBarBegin, smla_kHopperThreads);
+    } else {
+        if (first.tile >= 0)
+            smla_hopper_load_q<kRows>(sm, p, first, warp - (warp > smla_kLoadWarp), 15);
+        smla_bar_sync(smla_kBarBegin, smla_kHopperThreads);
+    }
     if (wg < 2) {
         smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
         smla_hopper_values<kRows>(sm, p, wg);
@@ -3774,9 +3860,9 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         smla_hopper_softmax<kRows>(sm, p);
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
-        if (warp == 12) smla_hopper_load(sm, p, maps);
+        if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
         else if (warp == 13) smla_hopper_prepare(sm, p);
-        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps) smla_hopper_sum<kRows>(sm, warp - 14);
+        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps) smla_hopper_sum<kRows>(sm, p, warp - 14);
     }
 #endif
 }
