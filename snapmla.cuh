@@ -3748,7 +3748,44 @@ SMLA_DEV void smla_hopper_finish_row(float4 *stats, const smla_decode_params &p,
     *reinterpret_cast<smla_hopper_out_row *>(&stats[r]) = o;
 }
 
-/* The end of a split: the output itself, or the row's partial sums. */
+/* A split that is one of several: its sums, of all rows of the tile, to the workspace. */
+template <int kRows>
+SMLA_DEV void smla_hopper_store_partial(float *sums, int q, const smla_hopper_acc<kRows> &acc)
+{
+    sums += 2 * q * smla_kLatent;
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        SMLA_UNROLL
+        for (int i = 0; i < 8; ++i) { /* rows 8j + 2q, + 1; dims of the u-th 64 */
+            const int odd = i >> 2, u = i & 3;
+            *reinterpret_cast<float2 *>(sums + (8 * j + odd) * smla_kLatent + 64 * u) =
+                make_float2(acc.v[u][4 * j + odd], acc.v[u][4 * j + odd + 2]);
+        }
+    }
+}
+
+/* A split that is a whole item: the output itself. */
+template <int kRows>
+SMLA_DEV void smla_hopper_store_out(const float4 *stats, uint16_t *out, int q,
+                                    const smla_hopper_acc<kRows> &acc)
+{
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        SMLA_UNROLL
+        for (int odd = 0; odd < 2; ++odd) {
+            const smla_hopper_out_row o = *reinterpret_cast<const smla_hopper_out_row *>(
+                &stats[8 * j + 2 * q + odd]);
+            SMLA_UNROLL
+            for (int u = 0; u < 4; ++u) {
+                const uint32_t pair = smla_cvt_bf16x2(acc.v[u][4 * j + odd] * o.factor,
+                                                      acc.v[u][4 * j + odd + 2] * o.factor);
+                if (o.live) *reinterpret_cast<uint32_t *>(out + o.offset + 64 * u) = pair;
+            }
+        }
+    }
+}
+
+/* The end of a split. */
 template <int kRows>
 SMLA_DEV void smla_hopper_store(float4 *stats, const smla_decode_params &p, const smla_split &s,
                                 int wg, const smla_hopper_acc<kRows> &acc)
@@ -3756,26 +3793,13 @@ SMLA_DEV void smla_hopper_store(float4 *stats, const smla_decode_params &p, cons
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, q = lane & 3;
     const int dim = 256 * wg + 16 * warp + 2 * g;
     if (threadIdx.x < kRows) smla_hopper_finish_row<kRows>(stats, p, s, threadIdx.x);
-    smla_bar_sync(smla_kBarStore, 256);
-    float *sums = p.partial_acc + (s.slot * p.group + s.tile % p.group) * kRows * smla_kLatent + dim;
-    SMLA_UNROLL
-    for (int j = 0; j < kRows / 8; ++j) {
-        SMLA_UNROLL
-        for (int odd = 0; odd < 2; ++odd) {
-            const int r = 8 * j + 2 * q + odd;
-            const smla_hopper_out_row o = *reinterpret_cast<smla_hopper_out_row *>(&stats[r]);
-            if (!o.live) continue;
-            SMLA_UNROLL
-            for (int u = 0; u < 4; ++u) {
-                const float2 v = make_float2(acc.v[u][4 * j + odd], acc.v[u][4 * j + odd + 2]);
-                if (s.slot < 0)
-                    *reinterpret_cast<uint32_t *>(p.out + o.offset + dim + 64 * u) =
-                        smla_cvt_bf16x2(v.x * o.factor, v.y * o.factor);
-                else
-                    *reinterpret_cast<float2 *>(sums + r * smla_kLatent + 64 * u) = v;
-            }
-        }
+    if (s.slot >= 0) {
+        const int64_t rows = (s.slot * p.group + s.tile % p.group) * kRows;
+        smla_hopper_store_partial<kRows>(p.partial_acc + rows * smla_kLatent + dim, q, acc);
+        return;
     }
+    smla_bar_sync(smla_kBarStore, 256);
+    smla_hopper_store_out<kRows>(stats, p.out + dim, q, acc);
 }
 
 template <int kRows>
