@@ -113,8 +113,8 @@
            lq  the same sum over the weights as rounded (p8 S' / k_s); out = acc / lq
        A fresh accumulator for every block keeps long contexts right: the running output never sits in
        a tensor core.  On the general path the products run as FP16, exact, with f32 sums.  On the
-       Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes three
-       accumulators of 160 to 192 dims, added in f32.  There S' is rounded to bf16 for acc and lq.
+       Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes four
+       accumulators of 128 dims each, added in f32.
        Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
        (a token whose k_s is tiny beside its neighbours') the exact one is taken.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
@@ -3159,10 +3159,8 @@ SMLA_DEV float smla_block_scale(const smla_hopper_block &block, int row)
 /* Four e4m3 codes with those that are subnormal or 0 replaced by 0. */
 SMLA_DEV uint32_t smla_keep_normal(uint32_t codes)
 {
-    const uint32_t normal = (codes & 0x78787878u) + 0x78787878u; /* bit 7 of a byte says so */
-    uint32_t mask;
-    asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(mask) : "r"(normal)); /* which spreads it */
-    return codes & mask;
+    const uint32_t normal = ((codes & 0x78787878u) + 0x78787878u) >> 7 & 0x01010101u;
+    return codes & normal * 255u;
 }
 
 /* sum + the four weights, where they are normal numbers, times 1 / k_s */
@@ -3323,27 +3321,34 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
     return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
 }
 
-/* Q K^T over a third of the latent (5, 5 and 6 steps of 32 dims) into a fresh accumulator; after the
-   last third rope, in BF16, which must follow FP8 on an accumulator. */
-SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int third, float (&d)[32])
+/* Q K^T over 128 of the latent dims, the part-th, into a fresh accumulator; after the last part rope,
+   in BF16, which must follow FP8 on an accumulator. */
+SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[32])
 {
-    const uint64_t column = smla_kColumn >> 4;
-    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content), 1024, smla_kSwizzle128);
-    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]), 1024, smla_kSwizzle128);
-    const int first = 5 * third, last = third == 2 ? 15 : first + 4;
+    const uint32_t column = part * smla_kColumn;
+    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
+    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
+                                       smla_kSwizzle128);
     smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int i = first; i <= last; ++i) {
-        const uint64_t at = i / 4 * column + i % 4 * 2;
-        smla_wgmma_m64n64k32_e4m3(d, q + at, k + at, i != first);
-    }
-    if (third == 2) { /* rope lies behind the content, of Q and in the stage alike */
+    for (int i = 0; i < 4; ++i) smla_wgmma_m64n64k32_e4m3(d, q + 2 * i, k + 2 * i, i != 0);
+    if (part == 3) { /* rope lies behind the content, of Q and in the stage alike */
+        const uint64_t behind = smla_kColumn >> 4;
         SMLA_UNROLL
         for (int i = 0; i < 4; ++i)
-            smla_wgmma_m64n64k16_bf16(d, q + 4 * column + 2 * i, k + 4 * column + 2 * i);
+            smla_wgmma_m64n64k16_bf16(d, q + behind + 2 * i, k + behind + 2 * i);
     }
     smla_wgmma_commit();
+}
+
+/* Waits until no more than kPending groups are under way and adds the finished d to x. */
+template <int kPending> SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
+{
+    smla_wgmma_wait<kPending>();
+    smla_pin(d);
+    SMLA_UNROLL
+    for (int i = 0; i < 32; ++i) x[i] += d[i];
 }
 
 /* -inf where a row does not see the token, NaN where the token's scale is NaN or Inf. */
@@ -3470,24 +3475,29 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
     sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
 }
 
-/* Scores of a block: x + y, once what is under way has ended.  The FP8 tensor core keeps 13 fraction
-   bits of a sum, and what it truncates grows with the sum: three accumulators, added in f32, keep
-   logits exact to about 1.5e-4 of them.  kThree: there are registers for all of them at once. */
+/* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
+   grows with the sum: four accumulators of 128 dims, added in f32, keep logits exact to about 1e-4 of
+   them.  kThree: there are registers for a third accumulator, so that one is always under way. */
 template <bool kThree>
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
 {
-    float third[32];
-    float(&z)[32] = kThree ? third : y;
     smla_hopper_scores(sm, stage, 0, x);
-    smla_hopper_scores(sm, stage, 1, z);
-    if (kThree) smla_hopper_scores(sm, stage, 2, y);
+    smla_hopper_scores(sm, stage, 1, y);
     smla_wgmma_wait<kThree>();
     smla_pin(x);
-    smla_pin(z);
-    SMLA_UNROLL
-    for (int i = 0; i < 32; ++i) x[i] += z[i];
-    if (!kThree) smla_hopper_scores(sm, stage, 2, y);
+    if (kThree) {
+        float z[32];
+        smla_hopper_scores(sm, stage, 2, z);
+        smla_hopper_add_scores<1>(y, x);
+        smla_hopper_scores(sm, stage, 3, y);
+        smla_hopper_add_scores<1>(z, x);
+    } else {
+        smla_hopper_add_scores<0>(y, x);
+        smla_hopper_scores(sm, stage, 2, y);
+        smla_hopper_add_scores<0>(y, x);
+        smla_hopper_scores(sm, stage, 3, y);
+    }
 }
 
 /* One block: from scores to weights in shared memory. */
@@ -3547,8 +3557,8 @@ SMLA_DEV void smla_hopper_no_rows(smla_hopper_smem &sm, int stage, uint32_t pari
     float x[32];
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
     SMLA_UNROLL
-    for (int third = 0; third < 3; ++third) {
-        smla_hopper_scores(sm, stage, third, x);
+    for (int part = 0; part < 4; ++part) {
+        smla_hopper_scores(sm, stage, part, x);
         smla_wgmma_wait<0>();
         smla_pin(x);
     }
