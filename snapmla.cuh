@@ -78,7 +78,7 @@
        prefill over a cached prefix     <- snapmla_fetch, by slots or by requests' position ranges
        a prefix that is about to differ, defragmentation, another worker: snapmla_copy_pages
        a BF16 or FlashMLA FP8 cache     -> snapmla_import
-       Rows that are not aligned to 16 bytes go in pieces of 2 or 4 bytes: slower, as correct.
+       Rows of keys that are not aligned to 16 bytes go in pieces of 2 or 4 bytes: slower, as correct.
        RoPE turns pairs in place, in the layout that the caller names.  Norm and rotation are rounded
        to BF16, so a fused call gives the bytes of the same call on prepared rows; their order of
        operations is written down at snapmla_norm and snapmla_rotation.  A token whose sum of squares
@@ -90,8 +90,8 @@
        implementation file only    SNAPMLA_IMPLEMENTATION
 
    ERRORS      Every function that can fail returns a snapmla_result; SNAPMLA_RESULT_LIST has all
-               codes and texts.  What the host can see is checked, argument by argument, and on an
-               error nothing is written or launched.  Tables, lengths and slots in device memory are
+               codes and texts.  What the host can see is checked, argument by argument, before
+               anything is written or launched.  Tables, lengths and slots in device memory are
                trusted: page ids below cache.pages, slots inside the cache.  A CUDA error that you had
                pending stays pending, and none is left behind by this library.
 
@@ -180,9 +180,8 @@ extern "C" {
 /* ================================================================================================
    >>result     one list owns every code, its number and its text
 
-   0 is success, every failed check has a code of its own, and nothing is written or launched when
-   a function returns anything but SNAPMLA_OK.  Arguments are checked in the order of this list, the
-   device after them; snapmla_copy_pages() looks at its two arrays before what they hold.
+   0 is success, every failed check has a code of its own, and nothing is written or launched when a
+   check of the arguments fails.  Of several mistakes, which one is told is not promised.
    ============================================================================================== */
 #define SNAPMLA_RESULT_LIST(X)                                                                     \
     X(SNAPMLA_OK, 0, "ok")                                                                         \
@@ -258,7 +257,8 @@ extern "C" {
     X(SNAPMLA_ERROR_SOURCE_PAGE_SIZE, -70, "source_page_size is not a power of two from 1 to 1024") \
     X(SNAPMLA_ERROR_SOURCE_ALIGN, -71, "source or a source stride is not aligned as documented")   \
     X(SNAPMLA_ERROR_SOURCE_STRIDE, -72, "a source stride is smaller than a row or page, or too large") \
-    X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, row_starts or another table is misaligned")
+    X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, seq_lens or another table is misaligned")        \
+    X(SNAPMLA_ERROR_LSE_ALIGN, -74, "lse or part_lse is not 4-byte aligned")
 
 typedef enum snapmla_result {
 #define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
@@ -518,7 +518,7 @@ SNAPMLA_API const char *snapmla_result_string(snapmla_result result);
    device that is not the current one, SNAPMLA_PATH_GENERAL. */
 SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path);
 
-/* Check *desc as snapmla_decode() does and write it to *resolved with every default filled in
+/* Check *desc as snapmla_decode() does, but for the device, and write it to *resolved with every default filled in
    (strides, page_size, dims, sm_count, path).  Launches nothing. */
 SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
                                            snapmla_decode_desc *resolved);
@@ -604,6 +604,7 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc);
 SMLA_CONST int smla_kLatent = 512; /* latent dims: K content and V */
 SMLA_CONST int smla_kRope = 64; /* rope dims, K only */
 /* tokens that share one P scale and one partial accumulator */
+SMLA_CONST int smla_kLongest = INT_MAX - 1024; /* tokens: the next blocks' still fit an int */
 SMLA_CONST int smla_kBlock = 64;
 SMLA_CONST int smla_kAlign = 16; /* bytes: the unit of all loads */
 /* "up to the request's length, whatever it is by then" */
@@ -2114,6 +2115,7 @@ SMLA_DEV smla_quantised_row smla_load_q_row(const smla_decode_params &p, int64_t
     y.content[1] = *reinterpret_cast<const uint2 *>(content + 256 + 8 * lane);
     y.rope = *reinterpret_cast<const uint32_t *>(p.q_rope + index * smla_kRope + 2 * lane);
     y.scale = p.q_scale[index];
+    if (!smla_is_finite(y.scale)) y.scale = __uint_as_float(smla_kNanF32);
     return y;
 }
 
@@ -2673,6 +2675,9 @@ SMLA_CONST int smla_kBlockBytes = smla_kStageBytes + smla_kBlock * 4; /* what TM
 
 SMLA_CONST float smla_kLog2E4m3Max = 8.807354922057604f; /* log2 448 */
 SMLA_CONST float smla_kScaleFloor = 0x1p-96f; /* of k_s, just below the format's own (1e-26 / 448) */
+/* of log2 k_s in y: a token whose latent is zero has a logit far above its y, which ref follows, and
+   2^(logit - ref) must not leave f32's range, 2^(60 + 40) a token */
+SMLA_CONST float smla_kLog2ScaleFloor = -40.0f;
 SMLA_CONST float smla_kFactorFloor = 1e-37f; /* of softmax_scale * log2e * q_s */
 SMLA_CONST float smla_kRefSlack = 60.0f; /* binades above ref without moving it */
 SMLA_CONST float smla_kFlushed = 7.5f / 512.0f; /* below: e4m3 is subnormal or 0 */
@@ -3118,7 +3123,9 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
             k = make_float2(good[0] ? fmaxf(k.x, smla_kScaleFloor) : 0.0f,
                             good[1] ? fmaxf(k.y, smla_kScaleFloor) : 0.0f);
             sm.block[stage].k_s[lane] = k;
-            sm.block[stage].log2_k_s[lane] = make_float2(smla_lg2(k.x), smla_lg2(k.y));
+            sm.block[stage].log2_k_s[lane] =
+                make_float2(fmaxf(smla_lg2(k.x), smla_kLog2ScaleFloor),
+                            fmaxf(smla_lg2(k.y), smla_kLog2ScaleFloor));
             *reinterpret_cast<float2 *>(&sm.block[stage].inverse_k_s[place]) =
                 make_float2(smla_inverse_scale(k.x), smla_inverse_scale(k.y));
             const uint32_t bad_even = __ballot_sync(~0u, exists[0] && !good[0]);
@@ -3476,8 +3483,8 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
 }
 
 /* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
-   grows with the sum: four accumulators of 128 dims, added in f32, keep logits exact to about 1e-4 of
-   them.  kThree: there are registers for a third accumulator, so that one is always under way. */
+   grows with the sum: four accumulators of 128 dims, added in f32, keep logits of deviation 1 to 1.2e-4
+   rms, 1.1e-3 at most.  kThree: there are registers for a third accumulator, so that one is always under way. */
 template <bool kThree>
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
@@ -3562,6 +3569,7 @@ SMLA_DEV void smla_hopper_no_rows(smla_hopper_smem &sm, int stage, uint32_t pari
         smla_wgmma_wait<0>();
         smla_pin(x);
     }
+    if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
 }
 
 /* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
@@ -3589,7 +3597,7 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
     }
     smla_fence_async();
     smla_bar_sync(smla_kBarQuery, 128);
-    if (warp >= smla_hopper_roles<kRows>::kSoftmaxWarps || (threadIdx.x & 31) != 0) return;
+    if ((threadIdx.x & 31) != 0) return;
     for (smla_ring done = begin; done.block != ring.block; ++done.block)
         smla_mbarrier_arrive(smla_smem_addr(&sm.weights[done.block % smla_kStages]));
 }
@@ -3842,7 +3850,7 @@ template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &s
     for (int i = 0; i < smla_kStages; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
-        smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), kSoftmaxWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), 4);
         smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);
         sm.block[i].moved = 0;
     }
@@ -4549,6 +4557,7 @@ static inline snapmla_result smla_check_plan(const snapmla_step &s, const smla_g
     SMLA_CHECK(s.plan != NULL, SNAPMLA_ERROR_NULL_PLAN);
     SMLA_CHECK(smla_aligned(s.plan, smla_kAlign), SNAPMLA_ERROR_PLAN_ALIGN);
     SMLA_CHECK(s.plan_bytes >= smla_plan_size(g), SNAPMLA_ERROR_PLAN_BYTES);
+    SMLA_CHECK(smla_aligned(s.seq_lens, 4), SNAPMLA_ERROR_TABLE_ALIGN);
     return SNAPMLA_OK;
 }
 
@@ -4571,10 +4580,13 @@ static inline snapmla_result smla_check_decode(const snapmla_decode_desc &d, sml
     SMLA_CHECK(d.softmax_scale > 0.0f && d.softmax_scale <= 3.4e38f, SNAPMLA_ERROR_SOFTMAX_SCALE);
     SMLA_TRY(smla_check_q(d));
     SMLA_TRY(smla_check_outputs(d));
-    if (smla_workspace_size(*g) == 0) return SNAPMLA_OK;
-    SMLA_CHECK(d.workspace != NULL, SNAPMLA_ERROR_NULL_WORKSPACE);
-    SMLA_CHECK(smla_aligned(d.workspace, smla_kAlign), SNAPMLA_ERROR_WORKSPACE_ALIGN);
-    SMLA_CHECK(d.workspace_bytes >= smla_workspace_size(*g), SNAPMLA_ERROR_WORKSPACE_BYTES);
+    if (smla_workspace_size(*g) > 0) {
+        SMLA_CHECK(d.workspace != NULL, SNAPMLA_ERROR_NULL_WORKSPACE);
+        SMLA_CHECK(smla_aligned(d.workspace, smla_kAlign), SNAPMLA_ERROR_WORKSPACE_ALIGN);
+        SMLA_CHECK(d.workspace_bytes >= smla_workspace_size(*g), SNAPMLA_ERROR_WORKSPACE_BYTES);
+    }
+    SMLA_CHECK(smla_aligned(d.block_table, 4), SNAPMLA_ERROR_TABLE_ALIGN);
+    SMLA_CHECK(smla_aligned(d.lse, 4), SNAPMLA_ERROR_LSE_ALIGN);
     return SNAPMLA_OK;
 }
 
@@ -4601,7 +4613,8 @@ static inline smla_decode_params smla_device_decode(const snapmla_decode_desc &d
     p.block_table = d.block_table;
     p.table_stride = d.block_table_stride;
     p.seq_lens = d.step.seq_lens;
-    p.len_limit = (int32_t)smla_min(held, (int64_t)g.policy.max_seq_len);
+    p.len_limit = (int32_t)smla_min(smla_min(held, (int64_t)g.policy.max_seq_len),
+                                    (int64_t)smla_kLongest);
     p.s_q = d.step.s_q;
     p.heads = d.step.heads;
     p.rows = d.step.s_q * d.step.heads;
@@ -5156,6 +5169,7 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)
     SMLA_CHECK(d.parts > 0, SNAPMLA_ERROR_PARTS);
     SMLA_CHECK(d.part_out_stride >= d.rows * d.dim && d.part_lse_stride >= d.rows,
                SNAPMLA_ERROR_PART_STRIDE);
+    SMLA_CHECK(smla_aligned(d.part_lse, 4) && smla_aligned(d.lse, 4), SNAPMLA_ERROR_LSE_ALIGN);
     smla_merge_params p;
     p.part_out = (const uint16_t *)d.part_out;
     p.part_lse = d.part_lse;

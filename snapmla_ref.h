@@ -56,8 +56,9 @@
        Query i sees the keys below (causal ? len - s_q + 1 + i : len), where len = min(seq_lens[b],
        max_seq_len, block_table_width * P).  A row without keys gets out 0 and lse -inf.  Table
        entries past ceil(len / P) are not read; a negative entry before that skips its tokens.
-       A key with NaN content or a scale that is NaN or Inf makes those rows NaN that see it, and no
-       other (BF16: a key with NaN or Inf in its latent).  Logits of -inf weigh 0.
+       A key with a scale that is NaN or Inf makes those rows NaN that see it, and no other (BF16: a
+       key with NaN or Inf in its latent).  NaN content beside a finite scale, which no quantised key
+       has, does so here; on a GPU it may reach all rows of its request.  Logits of -inf weigh 0.
        fetch multiplies in f32, then rounds to bf16.  RMSNorm and RoPE on the way in follow the orders
        of operations at snapmla_ref_rms_norm() and snapmla_ref_rotate(), which the kernels keep.
        merge skips parts with lse -inf.

@@ -490,6 +490,7 @@ END
     good 'symbols: the API alone is external, no writable data' symbols_are_the_api build/impl.o
     good 'symbols: a leaking unit compiles' "$NVCC" -std=c++17 $ptx -I. -c -o "$tmp/leak.o" "$tmp/leak.cu"
     bad 'a global variable and an external kernel' symbols_are_the_api "$tmp/leak.o"
+    ${MAKE:-make} --no-print-directory build/impl_ptx80.o >/dev/null
     good 'links: extern copy, static copy and C++ user' link_three build/impl_ptx80.o $ptx
     good 'links: the same with -rdc=true' link_three_rdc
     good 'links: a shared library of the header alone, the rest hidden' shared_library

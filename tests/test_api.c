@@ -590,6 +590,7 @@ static void test_plan_buffer(void **state)
     TU_CHECK(needed > 0, "plan of %llu bytes", (unsigned long long)needed);
     BAD_PLAN(SNAPMLA_ERROR_NULL_SEQ_LENS, d.seq_lens = NULL);
     BAD_PLAN(SNAPMLA_ERROR_NULL_PLAN, d.plan = NULL);
+    BAD_PLAN(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.seq_lens, 2));
     for (int shift = 1; shift < 16; shift++) {
         BAD_PLAN(SNAPMLA_ERROR_PLAN_ALIGN, SHIFT(d.plan, shift));
     }
@@ -677,6 +678,9 @@ static void test_decode_outputs(void **state)
     BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_token_stride = 15);
     BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_token_stride = -16);
     BAD_DECODE(SNAPMLA_ERROR_LSE_STRIDE, d.lse_batch_stride = -32);
+    BAD_DECODE(SNAPMLA_ERROR_LSE_ALIGN, d.lse = (float *)at(20), SHIFT(d.lse, 2));
+    BAD_DECODE(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.block_table, 2));
+    BAD_DECODE(SNAPMLA_ERROR_TABLE_ALIGN, SHIFT(d.step.seq_lens, 1));
     TU_CHECK(needed > 0, "workspace of %llu bytes", (unsigned long long)needed);
     BAD_DECODE(SNAPMLA_ERROR_NULL_WORKSPACE, d.workspace = NULL);
     BAD_DECODE(SNAPMLA_ERROR_WORKSPACE_ALIGN, SHIFT(d.workspace, 4));
@@ -810,6 +814,8 @@ static void test_merge_buffers(void **state)
 {
     (void)state;
     BAD_MERGE(SNAPMLA_ERROR_PARTS, d.parts = -1);
+    BAD_MERGE(SNAPMLA_ERROR_LSE_ALIGN, SHIFT(d.part_lse, 2));
+    BAD_MERGE(SNAPMLA_ERROR_LSE_ALIGN, d.lse = (float *)at(21), SHIFT(d.lse, 1));
     BAD_MERGE(SNAPMLA_ERROR_PARTS, d.parts = 0);
     BAD_MERGE(SNAPMLA_ERROR_LATENT_DIM, d.dim = 12);
     BAD_MERGE(SNAPMLA_ERROR_LATENT_DIM, d.dim = -8);

@@ -318,6 +318,41 @@ static void test_logits_of_any_size(void **state)
     }
 }
 
+/* A key whose latent is zero has the smallest scale there is, so that its rope, divided by it, makes
+   logits more than 100 binades above its weight on V: sums of weights must not overflow. */
+static void test_zero_latent_far_above(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {192, 151, 700};
+    spec s = basic(6300, COUNT(lens), 1, 17, 0);
+    s.lens = lens;
+    s.softmax_scale = 0.0721688f;
+    problem *p = problem_new(&s);
+    for (int b = 0; b < COUNT(lens); b++) {
+        for (int32_t t = 0; t < lens[b]; t++) {
+            uint16_t k[kDims];
+            memset(k, 0, sizeof k);
+            if (t != 100) k[1] = tu_bf16(1);
+            for (int d = kLatent; d < kDims; d++) k[d] = tu_bf16(t == 100 ? 5.25 : t == 150 ? 5.3125 : 0);
+            token_write(p, page_of(p, b, t), offset_of(p, t), k, k + kLatent);
+        }
+        for (int h = 0; h < 17; h++) {
+            uint16_t *q = q_row(p, b, 0, h);
+            memset(q, 0, kDims * 2);
+            q[0] = tu_bf16(1);
+            for (int d = kLatent; d < kDims; d++) q[d] = tu_bf16(4);
+        }
+    }
+    problem_upload(p);
+    result r = run(p);
+    verdict v = compare(p, &r, SNAPMLA_REF_EXACT, 1e9);
+    const bounds limit = {1e-2, 7e-2, 1, 0, 2e-4};
+    CHECK_VERDICT(p, &v, &limit);
+    result_free(&r);
+    problem_free(p);
+}
+
 int run_decode_tests(void)
 {
     const struct CMUnitTest tests[] = {
@@ -332,6 +367,7 @@ int run_decode_tests(void)
         cmocka_unit_test(test_flashmla_corner),
         cmocka_unit_test(test_mixed_lengths),
         cmocka_unit_test(test_logits_of_any_size),
+        cmocka_unit_test(test_zero_latent_far_above),
     };
     return cmocka_run_group_tests_name("decode", tests, NULL, NULL);
 }

@@ -12,7 +12,7 @@ ok=$1
 shift
 
 sums() {
-    sha256sum snapmla.cuh snapmla_ref.h tests/impl.cu tests/gpu_util.[ch] tests/test_gpu*.c \
+    sha256sum snapmla.cuh snapmla_ref.h tests/impl.cu tests/gpu_*.[ch] tests/test_gpu*.c \
         tests/test_util.h
 }
 said() { sed -n "s/^gpu: $1: //p" "$log" | head -n 1; }

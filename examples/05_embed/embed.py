@@ -47,7 +47,7 @@ if sys.argv[1:] == ["--sizes"]:  # what tests/check_header.sh compares with the 
     print(*map(ctypes.sizeof, (Cache, Append, Step, Decode)))
     sys.exit(0)
 
-snapmla = ctypes.CDLL(sys.argv[1] if len(sys.argv) > 1 else "./libsnapmla.so")
+snapmla = ctypes.CDLL(sys.argv[1] if len(sys.argv) > 1 else "build/libsnapmla.so")
 snapmla.snapmla_result_string.restype = ctypes.c_char_p
 
 
@@ -65,6 +65,8 @@ if usable != 0:
 try:
     import torch
 
+    if not torch.cuda.is_available():
+        raise ImportError("torch without CUDA")
     source, tensors = "torch", {}
 
     def device(data):
