@@ -1114,9 +1114,13 @@ SMLA_DEV smla_quantised_half smla_quantise_half(smla_half_row row)
 SMLA_CONST int smla_kRowThreads = 256;
 SMLA_CONST int smla_kRowsPerBlock = smla_kRowThreads / 32;
 SMLA_CONST int smla_kHalfThreads = 16 * smla_kRowsPerBlock; /* where half a warp takes a row */
-/* Blocks that fit an SM: with fewer registers than these leave, less is kept from one use to the next;
-   with more, less of memory is on its way at a time.  Measured. */
-SMLA_CONST int smla_kRawBlocks = 10, smla_kImportBlocks = 12;
+/* Blocks of half-warp kernels that fit an SM, which bounds the registers of each.  On Hopper, rows on
+   their way count for more than values kept from one use to the next, up to these (measured). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
+SMLA_CONST int smla_kRawBlocks = 12, smla_kImportBlocks = 16;
+#else
+SMLA_CONST int smla_kRawBlocks = 4, smla_kImportBlocks = 4;
+#endif
 
 /* Before anything else: what the kernel before this one wrote is there, and CTAs of the next may come
    as soon as there is room for them. */
