@@ -766,12 +766,31 @@ SMLA_DEV float smla_rcp_rz(float x) /* 1 / x, rounded towards zero */
     return y;
 }
 
+SMLA_DEV float smla_rcp_rn(float x) /* 1 / x */
+{
+    float y;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* max.NaN.bf16x2: the greater of each pair of bf16; NaN if one of them is. */
 SMLA_DEV uint32_t smla_max_nan_bf16x2(uint32_t a, uint32_t b)
 {
     uint32_t y;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
+}
+
+/* The same of magnitudes; the signs of the result mean nothing. */
+SMLA_DEV uint32_t smla_max_abs_bf16x2(uint32_t a, uint32_t b)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    uint32_t y; /* max.NaN.xorsign.abs.bf16x2;  PTX ISA "max", 7.2 */
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+#else
+    return smla_max_nan_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu);
+#endif
 }
 
 /* ================================================================================================
@@ -848,13 +867,18 @@ SMLA_DEV float2 smla_f32x2_from_f16x2(uint32_t x)
     return y;
 }
 
+SMLA_DEV uint32_t smla_bf16x2_any_nan(float lo, float hi)
+{
+    uint32_t y; /* cvt.rn.bf16x2.f32 d, hi, lo;  PTX ISA "cvt", 7.0 */
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
 /* The same as smla_bf16x2_from_f32() by the instruction, whose NaN is 0x7fff: as signed integers, all
    other positive numbers and Inf are smaller than 0x7fc0. */
 SMLA_DEV uint32_t smla_bf16x2_rn(float lo, float hi)
 {
-    uint32_t y; /* cvt.rn.bf16x2.f32 d, hi, lo;  PTX ISA "cvt", 7.0 */
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
-    return __vmins2(y, smla_kNanBf16 | smla_kNanBf16 << 16);
+    return __vmins2(smla_bf16x2_any_nan(lo, hi), smla_kNanBf16 | smla_kNanBf16 << 16);
 }
 
 /* ================================================================================================
@@ -965,6 +989,17 @@ SMLA_DEV float smla_scaled_rope(float x, float scale, const smla_reciprocal &r, 
     return exact || zero ? y : smla_div_rn(x, scale);
 }
 
+/* Where 1 / scale is too small to have a rest, latent and scale are multiplied by 2^-64: from an amax
+   of 2^100 on. */
+SMLA_CONST uint32_t smla_kLargeBits = (127u + 100u) << 7;
+
+SMLA_DEV float smla_row_scale(uint32_t amax, bool large)
+{
+    float magnitude = smla_max(smla_bf16_to_f32(amax), smla_kAmaxFloor);
+    if (large) magnitude = smla_mul_rn(magnitude, smla_kShrink);
+    return smla_quotient(magnitude, {smla_k448thMost, smla_k448thRest});
+}
+
 SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
 {
     smla_quantised_row y;
@@ -975,11 +1010,8 @@ SMLA_DEV smla_quantised_row smla_quantise_row(const smla_row &row)
         y.scale = __uint_as_float(smla_kNanF32);
         return y;
     }
-    /* Where 1 / scale is too small to have a rest, latent and scale are multiplied by 2^-64. */
-    const bool large = amax >= (127u + 100u) << 7; /* amax >= 2^100; the same in the whole warp */
-    float magnitude = smla_max(smla_bf16_to_f32(amax), smla_kAmaxFloor);
-    if (large) magnitude = smla_mul_rn(magnitude, smla_kShrink);
-    const float scale = smla_quotient(magnitude, {smla_k448thMost, smla_k448thRest});
+    const bool large = amax >= smla_kLargeBits; /* the same in the whole warp */
+    const float scale = smla_row_scale(amax, large);
     const smla_reciprocal r = smla_invert(scale);
     if (large) {
         y.scale = smla_mul_rn(scale, smla_kGrow);
@@ -1005,17 +1037,111 @@ SMLA_DEV void smla_store_row(const smla_quantised_row &row, uint8_t *content, fl
     if (lane == 0) *scale = row.scale;
 }
 
+/* ---- the same by half a warp, so that what is done once a row serves two ----
+   lane, of 16, holds 32 latent dims and rope dims 4*lane .. +3 */
+struct smla_half_row {
+    uint32_t latent[16]; /* bf16 x 2 each */
+    uint2 rope;          /* bf16 x 4 */
+};
+
+struct smla_quantised_half {
+    uint32_t content[8]; /* e4m3 x 4 each */
+    uint2 rope;
+    float scale;
+};
+
+/* All lanes of the warp take part. */
+SMLA_DEV uint32_t smla_half_amax_bits(const smla_half_row &row)
+{
+    uint32_t most = row.latent[0];
+    SMLA_UNROLL
+    for (int i = 1; i < 16; ++i) most = smla_max_abs_bf16x2(most, row.latent[i]);
+    most &= 0x7fff7fffu;
+    most = smla_max(most & 0xffffu, most >> 16);
+    SMLA_UNROLL
+    for (int mask = 8; mask > 0; mask /= 2)
+        most = smla_max(most, (uint32_t)__shfl_xor_sync(~0u, most, mask));
+    return most;
+}
+
+SMLA_DEV smla_quantised_half smla_quantise_half(smla_half_row row)
+{
+    smla_quantised_half y;
+    const uint32_t amax = smla_half_amax_bits(row);
+    const bool large = amax >= smla_kLargeBits;
+    const float scale = smla_row_scale(amax, large);
+    const smla_reciprocal r = smla_invert(scale);
+    y.scale = scale;
+    if (large) { /* a power of two: what it rounds is 0 in e4m3 */
+        y.scale = smla_mul_rn(scale, smla_kGrow);
+        SMLA_UNROLL
+        for (int i = 0; i < 16; ++i)
+            row.latent[i] = smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(row.latent[i]), smla_kShrink),
+                                           smla_mul_rn(smla_bf16_hi(row.latent[i]), smla_kShrink));
+    }
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t *w = row.latent + 4 * i;
+        const uint2 code = smla_quantise_8<false>(make_uint4(w[0], w[1], w[2], w[3]), r);
+        y.content[2 * i] = code.x;
+        y.content[2 * i + 1] = code.y;
+    }
+    const float x[4] = {smla_bf16_lo(row.rope.x), smla_bf16_hi(row.rope.x),
+                        smla_bf16_lo(row.rope.y), smla_bf16_hi(row.rope.y)};
+    float rope[4];
+    bool exact = !large; /* see smla_scaled_rope() */
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        rope[i] = smla_quotient(x[i], r);
+        exact &= fabsf(rope[i]) >= 1e-30f || __float_as_uint(x[i]) << 1 == 0;
+    }
+    if (!exact)
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) rope[i] = smla_div_rn(x[i], y.scale);
+    y.rope = make_uint2(smla_bf16x2_rn(rope[0], rope[1]), smla_bf16x2_rn(rope[2], rope[3]));
+    if (amax >= 0x7f80u) { /* NaN or Inf somewhere: the whole row says so */
+        SMLA_UNROLL
+        for (int i = 0; i < 8; ++i) y.content[i] = 0x7f7f7f7fu;
+        y.rope.x = y.rope.y = smla_kNanBf16 | smla_kNanBf16 << 16;
+        y.scale = __uint_as_float(smla_kNanF32);
+    }
+    return y;
+}
+
 /* ================================================================================================
-   >>dataflow   quantise q, append, fetch, copies, imports: one warp a row, or 8 tokens of a page,
-                without a loop; 64-bit rows
+   >>dataflow   quantise q, append, fetch, copies, imports: a warp or half a warp a row, or a warp for
+                4 tokens of a page, without a loop; 64-bit rows
    ============================================================================================== */
 SMLA_CONST int smla_kRowThreads = 256;
 SMLA_CONST int smla_kRowsPerBlock = smla_kRowThreads / 32;
+SMLA_CONST int smla_kHalfThreads = 16 * smla_kRowsPerBlock; /* where half a warp takes a row */
+/* Blocks of half-warp kernels that fit an SM, which bounds the registers of each.  On Hopper, rows on
+   their way count for more than values kept from one use to the next, up to these (measured). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
+SMLA_CONST int smla_kRawBlocks = 12, smla_kImportBlocks = 16;
+#else
+SMLA_CONST int smla_kRawBlocks = 4, smla_kImportBlocks = 4;
+#endif
+
+/* Before anything else: what the kernel before this one wrote is there, and CTAs of the next may come
+   as soon as there is room for them. */
+SMLA_DEV void smla_begin()
+{
+    smla_griddepcontrol_wait();
+    smla_launch_dependents();
+}
 
 SMLA_DEV int64_t smla_warp_row()
 {
     return (int64_t)blockIdx.x * smla_kRowsPerBlock + (threadIdx.x >> 5);
 }
+
+SMLA_DEV int64_t smla_half_warp_row()
+{
+    return (int64_t)blockIdx.x * smla_kRowsPerBlock + (threadIdx.x >> 4);
+}
+
+SMLA_DEV int64_t smla_first_of_warp(int64_t half_warp_row) { return half_warp_row & ~(int64_t)1; }
 
 /* A cache with its defaults filled in, as kernels take it. */
 struct smla_planes {
@@ -1041,10 +1167,73 @@ SMLA_DEV smla_token smla_locate(const smla_planes &planes, int64_t page, int64_t
     return t;
 }
 
+/* Where pages follow each other without gaps, the page itself does not matter. */
 SMLA_DEV smla_token smla_locate_slot(const smla_planes &planes, int64_t slot)
 {
-    const int64_t page = slot >> planes.page_shift;
-    return smla_locate(planes, page, slot - (page << planes.page_shift));
+    const int64_t content_gap = planes.content_stride - ((int64_t)smla_kLatent << planes.page_shift);
+    const int64_t scale_gap = planes.scale_stride - ((int64_t)1 << planes.page_shift);
+    const int64_t rope_gap = planes.rope_stride - ((int64_t)smla_kRope << planes.page_shift);
+    smla_token t = smla_locate(planes, 0, slot);
+    if ((content_gap | scale_gap | rope_gap) != 0) {
+        const int64_t page = slot >> planes.page_shift;
+        t.content += page * content_gap;
+        t.scale += page * scale_gap;
+        t.rope += page * rope_gap;
+    }
+    return t;
+}
+
+/* latent[k]: dims 128 * k + 8 * lane .. +7 of 16 lanes. */
+SMLA_DEV void smla_load_half_row(const uint16_t *latent, const uint16_t *rope, bool vector,
+                                 uint4 (&to)[4], uint2 *rope_to)
+{
+    const int lane = threadIdx.x & 15;
+    latent += 8 * lane;
+    rope += 4 * lane;
+    if (vector) {
+        SMLA_UNROLL
+        for (int k = 0; k < 4; ++k) to[k] = *reinterpret_cast<const uint4 *>(latent + 128 * k);
+        const uint32_t *words = reinterpret_cast<const uint32_t *>(rope);
+        *rope_to = make_uint2(words[0], words[1]);
+    } else {
+        SMLA_UNROLL
+        for (int k = 0; k < 4; ++k) to[k] = smla_load_bf16x8(latent + 128 * k);
+        *rope_to = make_uint2(smla_load_bf16x2(rope), smla_load_bf16x2(rope + 2));
+    }
+}
+
+/* A lane's latent dims from 4 x 8 to one list. */
+SMLA_DEV void smla_list_words(const uint4 (&latent)[4], uint32_t (&to)[16])
+{
+    SMLA_UNROLL
+    for (int k = 0; k < 4; ++k) {
+        to[4 * k] = latent[k].x;
+        to[4 * k + 1] = latent[k].y;
+        to[4 * k + 2] = latent[k].z;
+        to[4 * k + 3] = latent[k].w;
+    }
+}
+
+/* A lane's content: dims 128 * k + 8 * lane .. +7 in words 2 * k and 2 * k + 1, or, kWide, dims
+   256 * k + 16 * lane .. +15 in words 4 * k .. +3. */
+template <bool kWide>
+SMLA_DEV void smla_store_half(const smla_quantised_half &row, const smla_token &to)
+{
+    const int lane = threadIdx.x & 15;
+    const uint32_t *c = row.content;
+    if (kWide) {
+        SMLA_UNROLL
+        for (int k = 0; k < 2; ++k)
+            *reinterpret_cast<uint4 *>(to.content + 256 * k + 16 * lane) =
+                make_uint4(c[4 * k], c[4 * k + 1], c[4 * k + 2], c[4 * k + 3]);
+    } else {
+        SMLA_UNROLL
+        for (int k = 0; k < 4; ++k)
+            *reinterpret_cast<uint2 *>(to.content + 128 * k + 8 * lane) =
+                make_uint2(c[2 * k], c[2 * k + 1]);
+    }
+    *reinterpret_cast<uint2 *>(to.rope + 4 * lane) = row.rope;
+    if (lane == 0) *to.scale = row.scale;
 }
 
 /* ---- what may come before quantisation; to the bit as >>types says ---- */
@@ -1098,80 +1287,60 @@ struct smla_norm_params {
     bool f32; /* the weight is f32, not bf16 */
 };
 
-/* A lane's 16 weights: bf16 in w[0], w[1], or f32 in all four pairs of words. */
-struct smla_weights {
-    uint4 w[4];
-};
+/* The weights of the block's rows as f32, for lane l of half a warp: dims 128 * k + 8 * l + 4 * h .. +3
+   in [k][h][l], where 16 lanes read 16 places in a row. */
+typedef float4 smla_weights[4][2][16];
 
-SMLA_DEV smla_weights smla_load_weights(const smla_norm_params &n)
+SMLA_DEV void smla_load_weights(const smla_norm_params &n, smla_weights &weights)
 {
-    smla_weights y = {};
-    if (n.weight == nullptr) return y;
-    const int lane = threadIdx.x & 31;
-    const uint4 *w = reinterpret_cast<const uint4 *>(n.weight);
+    const int i = threadIdx.x; /* of 128, dims 4 * i .. +3 */
+    if (i >= smla_kLatent / 4) return;
+    float4 w;
     if (n.f32) {
-        y.w[0] = w[2 * lane];
-        y.w[1] = w[2 * lane + 1];
-        y.w[2] = w[64 + 2 * lane];
-        y.w[3] = w[64 + 2 * lane + 1];
+        w = reinterpret_cast<const float4 *>(n.weight)[i];
     } else {
-        y.w[0] = w[lane];
-        y.w[1] = w[32 + lane];
+        const uint2 v = reinterpret_cast<const uint2 *>(n.weight)[i];
+        w = make_float4(smla_bf16_lo(v.x), smla_bf16_hi(v.x), smla_bf16_lo(v.y), smla_bf16_hi(v.y));
     }
-    return y;
-}
-
-SMLA_DEV float smla_sum_of_squares_8(uint4 v)
-{
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    float sum = 0.0f;
-    SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        sum = smla_fma_rn(smla_bf16_lo(w[i]), smla_bf16_lo(w[i]), sum);
-        sum = smla_fma_rn(smla_bf16_hi(w[i]), smla_bf16_hi(w[i]), sum);
-    }
-    return sum;
+    weights[i / 32][i % 2][i % 32 / 2] = w;
 }
 
 SMLA_DEV uint32_t smla_norm_2(uint32_t x, float r, float w0, float w1)
 {
-    return smla_bf16x2_rn(smla_mul_rn(smla_mul_rn(smla_bf16_lo(x), r), w0),
-                          smla_mul_rn(smla_mul_rn(smla_bf16_hi(x), r), w1));
+    return smla_bf16x2_any_nan(smla_mul_rn(smla_mul_rn(smla_bf16_lo(x), r), w0),
+                               smla_mul_rn(smla_mul_rn(smla_bf16_hi(x), r), w1));
 }
 
-SMLA_DEV uint4 smla_norm_8_bf16(uint4 v, float r, uint4 w)
+/* x: latent dims 128 * k + 8 * l .. +7 of lane l, of 16, in words 4 * k .. +3.  A NaN may come out as
+   any NaN.  All lanes of the warp take part. */
+SMLA_DEV void smla_norm(uint32_t (&x)[16], const smla_weights &weights, float eps)
 {
-    return make_uint4(smla_norm_2(v.x, r, smla_bf16_lo(w.x), smla_bf16_hi(w.x)),
-                      smla_norm_2(v.y, r, smla_bf16_lo(w.y), smla_bf16_hi(w.y)),
-                      smla_norm_2(v.z, r, smla_bf16_lo(w.z), smla_bf16_hi(w.z)),
-                      smla_norm_2(v.w, r, smla_bf16_lo(w.w), smla_bf16_hi(w.w)));
-}
-
-SMLA_DEV uint4 smla_norm_8_f32(uint4 v, float r, uint4 a, uint4 b)
-{
-    return make_uint4(smla_norm_2(v.x, r, __uint_as_float(a.x), __uint_as_float(a.y)),
-                      smla_norm_2(v.y, r, __uint_as_float(a.z), __uint_as_float(a.w)),
-                      smla_norm_2(v.z, r, __uint_as_float(b.x), __uint_as_float(b.y)),
-                      smla_norm_2(v.w, r, __uint_as_float(b.z), __uint_as_float(b.w)));
-}
-
-SMLA_DEV void smla_norm(smla_row &row, const smla_weights &weights, const smla_norm_params &n)
-{
-    /* dims d and 256 + d lie in one lane, so the first step of the tree is its own */
-    float sum = smla_add_rn(smla_sum_of_squares_8(row.latent[0]),
-                            smla_sum_of_squares_8(row.latent[1]));
+    float run[4];
     SMLA_UNROLL
-    for (int mask = 16; mask > 0; mask /= 2)
+    for (int k = 0; k < 4; ++k) {
+        run[k] = 0.0f;
+        SMLA_UNROLL
+        for (int i = 4 * k; i < 4 * k + 4; ++i) {
+            run[k] = smla_fma_rn(smla_bf16_lo(x[i]), smla_bf16_lo(x[i]), run[k]);
+            run[k] = smla_fma_rn(smla_bf16_hi(x[i]), smla_bf16_hi(x[i]), run[k]);
+        }
+    }
+    /* runs 16 and 32 further on lie in the same lane, so two steps of the tree are its own */
+    float sum = smla_add_rn(smla_add_rn(run[0], run[2]), smla_add_rn(run[1], run[3]));
+    SMLA_UNROLL
+    for (int mask = 8; mask > 0; mask /= 2)
         sum = smla_add_rn(sum, __shfl_xor_sync(~0u, sum, mask));
-    float r = __uint_as_float(smla_kNanF32);
-    if (smla_is_finite(sum))
-        r = smla_div_rn(1.0f, smla_sqrt_rn(smla_add_rn(smla_mul_rn(sum, 1.0f / smla_kLatent), n.eps)));
-    if (n.f32) {
-        row.latent[0] = smla_norm_8_f32(row.latent[0], r, weights.w[0], weights.w[1]);
-        row.latent[1] = smla_norm_8_f32(row.latent[1], r, weights.w[2], weights.w[3]);
-    } else {
-        row.latent[0] = smla_norm_8_bf16(row.latent[0], r, weights.w[0]);
-        row.latent[1] = smla_norm_8_bf16(row.latent[1], r, weights.w[1]);
+    /* Unpacked once more below: to keep 32 values until then takes registers that are better used for
+       more warps.  The compiler does not know that. */
+    SMLA_UNROLL
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(x[i]));
+    float r = smla_rcp_rn(smla_sqrt_rn(smla_add_rn(smla_mul_rn(sum, 1.0f / smla_kLatent), eps)));
+    if (!smla_is_finite(sum)) r = __uint_as_float(smla_kNanF32);
+    SMLA_UNROLL
+    for (int k = 0; k < 8; ++k) {
+        const float4 w = weights[k / 2][k % 2][threadIdx.x & 15];
+        x[2 * k] = smla_norm_2(x[2 * k], r, w.x, w.y);
+        x[2 * k + 1] = smla_norm_2(x[2 * k + 1], r, w.z, w.w);
     }
 }
 
@@ -1195,6 +1364,7 @@ SMLA_DEV int64_t smla_divide(int64_t row, int64_t by)
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_quantize_q_kernel(const __grid_constant__ smla_quantize_q_params p)
 {
+    smla_begin();
     const int64_t row = smla_warp_row();
     if (row >= p.rows) return;
     const int64_t token = smla_divide(row, p.heads), head = row - token * p.heads;
@@ -1217,32 +1387,97 @@ struct smla_append_params {
     bool vector; /* latent rows are 16-byte aligned, rope rows 4-byte */
 };
 
-/* kFront: norm and rotation may be asked for.  A row is loaded before its slot is known: one trip to
-   memory instead of two, and few rows are skipped. */
-template <bool kFront>
+/* A row is loaded before its slot is known: one trip to memory instead of two, and few rows are
+   skipped. */
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_append_kernel(const __grid_constant__ smla_append_params p)
 {
+    smla_begin();
     const int64_t token = smla_warp_row();
     if (token >= p.tokens) return;
     const int64_t slot = p.slots[token];
-    smla_row row = smla_load_row(p.latent + token * p.latent_stride,
-                                 p.rope + token * p.rope_stride, p.vector);
-    if (kFront) {
-        const bool norm = p.norm.weight != nullptr, rotate = p.rotation.positions != nullptr;
-        const smla_turn turn = smla_load_turn(p.rotation, token);
-        const smla_weights weights = smla_load_weights(p.norm);
-        if (slot < 0) return;
-        if (norm) smla_norm(row, weights, p.norm);
-        if (rotate) row.rope = smla_rotate(row.rope, turn, p.rotation.half_split);
-    }
+    const smla_row row = smla_load_row(p.latent + token * p.latent_stride,
+                                       p.rope + token * p.rope_stride, p.vector);
     if (slot < 0) return;
     const smla_token to = smla_locate_slot(p.planes, slot);
     smla_store_row(smla_quantise_row(row), to.content, to.scale, to.rope);
 }
 
-/* ---- fetch ---- */
+/* cos and sin of the angles of a lane's four rope dims, of 16 lanes; where these are two pairs, the
+   first two are used. */
+struct smla_half_turn {
+    float cosine[4], sine[4];
+};
 
+SMLA_DEV smla_half_turn smla_load_half_turn(const smla_rotation &r, int64_t position)
+{
+    const int pair = r.half_split ? 4 * (threadIdx.x & 7) : 2 * (threadIdx.x & 15);
+    const float *cosines = r.cosines + position * r.stride + pair;
+    const float *sines = r.sines + position * r.stride + pair;
+    smla_half_turn t = {};
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i)
+        if (i < 2 || r.half_split) {
+            t.cosine[i] = cosines[i];
+            t.sine[i] = sines[i];
+        }
+    return t;
+}
+
+/* All lanes of the warp take part. */
+SMLA_DEV uint2 smla_rotate_half(uint2 rope, const smla_half_turn &t, bool half_split)
+{
+    if (!half_split) {
+        const smla_turn first = {{t.cosine[0], 0.0f}, {t.sine[0], 0.0f}};
+        const smla_turn second = {{t.cosine[1], 0.0f}, {t.sine[1], 0.0f}};
+        return make_uint2(smla_rotate(rope.x, first, false), smla_rotate(rope.y, second, false));
+    }
+    const uint32_t x = __shfl_xor_sync(~0u, rope.x, 8), y = __shfl_xor_sync(~0u, rope.y, 8);
+    const float own[4] = {smla_bf16_lo(rope.x), smla_bf16_hi(rope.x), smla_bf16_lo(rope.y),
+                          smla_bf16_hi(rope.y)};
+    const float other[4] = {smla_bf16_lo(x), smla_bf16_hi(x), smla_bf16_lo(y), smla_bf16_hi(y)};
+    float turned[4];
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        float b = smla_mul_rn(other[i], t.sine[i]);
+        if ((threadIdx.x & 8) == 0) b = smla_minus(b);
+        turned[i] = smla_fma_rn(own[i], t.cosine[i], b);
+    }
+    return make_uint2(smla_bf16x2_rn(turned[0], turned[1]), smla_bf16x2_rn(turned[2], turned[3]));
+}
+
+/* Norm and rotation first, either or both. */
+static __global__ void __launch_bounds__(smla_kHalfThreads, smla_kRawBlocks)
+snapmla_append_raw_kernel(const __grid_constant__ smla_append_params p)
+{
+    __shared__ smla_weights weights;
+    smla_begin();
+    const bool norm = p.norm.weight != nullptr, rotate = p.rotation.positions != nullptr;
+    const int64_t token = smla_half_warp_row();
+    int64_t slot = -1, position = -1;
+    smla_half_row row = {};
+    smla_half_turn turn = {};
+    if (token < p.tokens) {
+        slot = p.slots[token];
+        if (rotate) position = p.rotation.positions[token];
+        uint4 latent[4];
+        smla_load_half_row(p.latent + token * p.latent_stride, p.rope + token * p.rope_stride,
+                           p.vector, latent, &row.rope);
+        smla_list_words(latent, row.latent);
+    }
+    if (norm) {
+        smla_load_weights(p.norm, weights);
+        __syncthreads();
+    }
+    if (smla_first_of_warp(token) >= p.tokens) return;
+    if (rotate && token < p.tokens) turn = smla_load_half_turn(p.rotation, position);
+    if (norm) smla_norm(row.latent, weights, p.norm.eps);
+    if (rotate) row.rope = smla_rotate_half(row.rope, turn, p.rotation.half_split);
+    const smla_quantised_half y = smla_quantise_half(row);
+    if (slot >= 0) smla_store_half<false>(y, smla_locate_slot(p.planes, slot));
+}
+
+/* ---- fetch ---- */
 struct smla_fetch_params {
     smla_planes planes;
     const int64_t *slots; /* nullptr: by block table */
@@ -1254,16 +1489,36 @@ struct smla_fetch_params {
     bool vector; /* latent rows are 16-byte aligned, rope rows 4-byte */
 };
 
+/* Four codes to two f16x2; the halves of a register need no shift. */
+SMLA_DEV uint2 smla_f16x4_from_e4m3x4(uint32_t code)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint2 y;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}"
+        : "=r"(y.x), "=r"(y.y) : "r"(code));
+    return y;
+#else
+    return make_uint2(smla_f16x2_from_e4m3x2(code), smla_f16x2_from_e4m3x2(code >> 16));
+#endif
+}
+
+/* kAnyNan: a NaN may be any NaN, for what is quantised again. */
+template <bool kAnyNan> SMLA_DEV uint2 smla_dequantise_4(uint32_t code, float scale)
+{
+    const uint2 pair = smla_f16x4_from_e4m3x4(code);
+    const float2 a = smla_f32x2_from_f16x2(pair.x), b = smla_f32x2_from_f16x2(pair.y);
+    const float v[4] = {smla_mul_rn(a.x, scale), smla_mul_rn(a.y, scale), smla_mul_rn(b.x, scale),
+                        smla_mul_rn(b.y, scale)};
+    return kAnyNan ? make_uint2(smla_bf16x2_any_nan(v[0], v[1]), smla_bf16x2_any_nan(v[2], v[3]))
+                   : make_uint2(smla_bf16x2_rn(v[0], v[1]), smla_bf16x2_rn(v[2], v[3]));
+}
+
 SMLA_DEV uint4 smla_dequantise_8(uint2 code, float scale)
 {
-    const uint32_t pair[4] = {code.x, code.x >> 16, code.y, code.y >> 16};
-    uint32_t y[4];
-    SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        const float2 v = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(pair[i]));
-        y[i] = smla_bf16x2_rn(smla_mul_rn(v.x, scale), smla_mul_rn(v.y, scale));
-    }
-    return make_uint4(y[0], y[1], y[2], y[3]);
+    const uint2 a = smla_dequantise_4<false>(code.x, scale);
+    const uint2 b = smla_dequantise_4<false>(code.y, scale);
+    return make_uint4(a.x, a.y, b.x, b.y);
 }
 
 SMLA_DEV void smla_store_bf16x8(uint16_t *p, uint4 v, bool vector)
@@ -1295,17 +1550,20 @@ SMLA_DEV int smla_find_request(const int32_t *row_starts, int batch, int64_t row
     return low;
 }
 
-/* Which slot a row comes from: negative = none, the row is zeros.  False: the row is nobody's. */
-SMLA_DEV bool smla_fetch_slot(const smla_fetch_params &p, int64_t row, int64_t *slot)
+/* Which slot a row comes from: negative = none, the row is zeros.  False: the row is nobody's.  `request`
+   is the one of this row or of the row before it. */
+SMLA_DEV bool smla_fetch_slot(const smla_fetch_params &p, int64_t row, int request, int64_t *slot)
 {
     if (p.slots != nullptr) {
         *slot = p.slots[row];
         return true;
     }
-    if (p.batch == 0) return false;
-    const int request = smla_find_request(p.row_starts, p.batch, row);
-    const int64_t start = p.row_starts[request];
-    if (row < start || row >= p.row_starts[request + 1]) return false;
+    int64_t start = p.row_starts[request], end = p.row_starts[request + 1];
+    while (row >= end && request + 1 < p.batch) {
+        start = end;
+        end = p.row_starts[++request + 1];
+    }
+    if (row < start || row >= end) return false;
     const int64_t position = (p.first != nullptr ? p.first[request] : 0) + (row - start);
     *slot = -1;
     if (position >= 0 && position < p.table_tokens) {
@@ -1316,41 +1574,56 @@ SMLA_DEV bool smla_fetch_slot(const smla_fetch_params &p, int64_t row, int64_t *
     return true;
 }
 
-static __global__ void __launch_bounds__(smla_kRowThreads)
+SMLA_DEV uint32_t smla_scale_rope(uint32_t rope, float scale)
+{
+    return smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(rope), scale),
+                          smla_mul_rn(smla_bf16_hi(rope), scale));
+}
+
+SMLA_DEV void smla_store_bf16x2(uint16_t *p, uint32_t v, bool vector)
+{
+    if (vector) {
+        *reinterpret_cast<uint32_t *>(p) = v;
+    } else {
+        p[0] = (uint16_t)v;
+        p[1] = (uint16_t)(v >> 16);
+    }
+}
+
+static __global__ void __launch_bounds__(smla_kHalfThreads)
 snapmla_fetch_kernel(const __grid_constant__ smla_fetch_params p)
 {
-    const int64_t row = smla_warp_row();
+    smla_begin();
+    const int lane = threadIdx.x & 15;
+    const int64_t row = smla_half_warp_row(), first = smla_first_of_warp(row);
+    if (first >= p.tokens || (p.slots == nullptr && p.batch == 0)) return;
+    const int request = p.slots == nullptr ? smla_find_request(p.row_starts, p.batch, first) : 0;
     int64_t slot = 0;
-    if (row >= p.tokens || !smla_fetch_slot(p, row, &slot)) return;
-    const int lane = threadIdx.x & 31;
-    uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
-    uint32_t rope = 0;
+    if (row >= p.tokens || !smla_fetch_slot(p, row, request, &slot)) return;
+    uint2 content[4] = {}, rope = {};
+    float scale = 0.0f;
     if (slot >= 0) {
         const smla_token from = smla_locate_slot(p.planes, slot);
-        const float scale = *from.scale;
-        const uint2 c0 = *reinterpret_cast<const uint2 *>(from.content + 8 * lane);
-        const uint2 c1 = *reinterpret_cast<const uint2 *>(from.content + 256 + 8 * lane);
-        const uint32_t r = *reinterpret_cast<const uint32_t *>(from.rope + 2 * lane);
-        lo = smla_dequantise_8(c0, scale);
-        hi = smla_dequantise_8(c1, scale);
-        rope = smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(r), scale),
-                              smla_mul_rn(smla_bf16_hi(r), scale));
+        SMLA_UNROLL
+        for (int k = 0; k < 4; ++k)
+            content[k] = *reinterpret_cast<const uint2 *>(from.content + 128 * k + 8 * lane);
+        rope = *reinterpret_cast<const uint2 *>(from.rope + 4 * lane);
+        scale = *from.scale;
     }
-    uint16_t *latent = p.latent + row * p.latent_stride;
-    smla_store_bf16x8(latent + 8 * lane, lo, p.vector);
-    smla_store_bf16x8(latent + 256 + 8 * lane, hi, p.vector);
-    uint16_t *to = p.rope + row * p.rope_stride + 2 * lane;
-    if (p.vector) {
-        *reinterpret_cast<uint32_t *>(to) = rope;
-    } else {
-        to[0] = (uint16_t)rope;
-        to[1] = (uint16_t)(rope >> 16);
-    }
+    uint16_t *latent = p.latent + row * p.latent_stride + 8 * lane;
+    uint16_t *to = p.rope + row * p.rope_stride + 4 * lane;
+    SMLA_UNROLL
+    for (int k = 0; k < 4; ++k)
+        smla_store_bf16x8(latent + 128 * k, smla_dequantise_8(content[k], scale), p.vector);
+    smla_store_bf16x2(to, smla_scale_rope(rope.x, scale), p.vector);
+    smla_store_bf16x2(to + 2, smla_scale_rope(rope.y, scale), p.vector);
 }
 
 /* ---- copies of pages ---- */
 SMLA_CONST int smla_kCopyLayers = 80; /* of one launch: what 4 KB of kernel parameters hold */
-SMLA_CONST int smla_kCopyTokens = 8;  /* of one page that a warp copies, all loads before the stores */
+SMLA_CONST int smla_kCopyTokens = 4;  /* of one page that a warp copies, all loads before the stores */
+
+SMLA_CONST int smla_kCopyRope = (8 * smla_kCopyTokens + 31) / 32; /* 16-byte units of a lane */
 
 struct smla_plane_pointers {
     uint8_t *content;
@@ -1379,6 +1652,7 @@ SMLA_DEV smla_token smla_locate_in(smla_planes planes, const smla_plane_pointers
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_copy_pages_kernel(const __grid_constant__ smla_copy_params p)
 {
+    smla_begin();
     const int64_t piece = smla_warp_row();
     if (piece >= p.pieces) return;
     const int64_t page = piece >> p.piece_shift; /* of all layers' pairs */
@@ -1390,7 +1664,7 @@ snapmla_copy_pages_kernel(const __grid_constant__ smla_copy_params p)
     const smla_token to = smla_locate_in(p.to_strides, p.to[layer], pair.y, offset);
     const int tokens = smla_min(smla_kCopyTokens, 1 << p.from_strides.page_shift);
     const int lane = threadIdx.x & 31;
-    uint4 content[smla_kCopyTokens], rope[2];
+    uint4 content[smla_kCopyTokens], rope[smla_kCopyRope];
     float scale = 0.0f;
     const uint4 *content_from = reinterpret_cast<const uint4 *>(from.content) + lane;
     const uint4 *rope_from = reinterpret_cast<const uint4 *>(from.rope) + lane;
@@ -1398,7 +1672,7 @@ snapmla_copy_pages_kernel(const __grid_constant__ smla_copy_params p)
     for (int i = 0; i < smla_kCopyTokens; ++i)
         if (i < tokens) content[i] = content_from[32 * i];
     SMLA_UNROLL
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < smla_kCopyRope; ++i)
         if (lane + 32 * i < 8 * tokens) rope[i] = rope_from[32 * i];
     if (lane < tokens) scale = from.scale[lane];
     uint4 *content_to = reinterpret_cast<uint4 *>(to.content) + lane;
@@ -1407,7 +1681,7 @@ snapmla_copy_pages_kernel(const __grid_constant__ smla_copy_params p)
     for (int i = 0; i < smla_kCopyTokens; ++i)
         if (i < tokens) content_to[32 * i] = content[i];
     SMLA_UNROLL
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < smla_kCopyRope; ++i)
         if (lane + 32 * i < 8 * tokens) rope_to[32 * i] = rope[i];
     if (lane < tokens) to.scale[lane] = scale;
 }
@@ -1418,51 +1692,81 @@ SMLA_CONST int smla_kRecordBytes = 656; /* 512 e4m3, four f32 scales, 64 bf16 */
 struct smla_import_params {
     smla_planes planes;
     const uint8_t *source;
-    int64_t row_bytes, page_bytes, tokens;
+    int64_t row_bytes, page_gap, tokens; /* page_gap: bytes from the end of a page to the next */
     const int64_t *source_slots, *slots; /* nullptr: 0, 1, 2, ... */
     int source_shift;                    /* log2 of the source's page size */
-    bool records;
     bool vector; /* rows are 16-byte aligned; else records 4-byte, bf16 2-byte */
 };
 
-/* Eight bytes from an address that is 4-byte aligned, or 8-byte aligned if `vector`. */
-SMLA_DEV uint2 smla_load_8_bytes(const uint8_t *p, bool vector)
+/* What a lane, of 16, holds of a record: dims 256 * k + 16 * lane .. +15, all of one scale. */
+struct smla_record {
+    uint32_t code[8];
+    float scale[2];
+    uint2 rope;
+};
+
+SMLA_DEV void smla_load_record(const uint8_t *record, bool vector, smla_record *to)
 {
-    if (vector) return *reinterpret_cast<const uint2 *>(p);
-    const uint32_t *w = reinterpret_cast<const uint32_t *>(p);
-    return make_uint2(w[0], w[1]);
+    const int lane = threadIdx.x & 15;
+    const float *scales = reinterpret_cast<const float *>(record + smla_kLatent) + (lane >> 3);
+    const uint32_t *rope = reinterpret_cast<const uint32_t *>(record + smla_kLatent + 16) + 2 * lane;
+    SMLA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+        const uint8_t *from = record + 256 * k + 16 * lane;
+        const uint32_t *w = reinterpret_cast<const uint32_t *>(from);
+        const uint4 v = vector ? *reinterpret_cast<const uint4 *>(from)
+                               : make_uint4(w[0], w[1], w[2], w[3]);
+        to->code[4 * k] = v.x;
+        to->code[4 * k + 1] = v.y;
+        to->code[4 * k + 2] = v.z;
+        to->code[4 * k + 3] = v.w;
+        to->scale[k] = scales[2 * k];
+    }
+    to->rope = vector ? *reinterpret_cast<const uint2 *>(rope) : make_uint2(rope[0], rope[1]);
 }
 
-SMLA_DEV smla_row smla_load_record(const uint8_t *record, bool vector)
+SMLA_DEV smla_half_row smla_row_of_record(const smla_record &record)
 {
-    const int lane = threadIdx.x & 31;
-    const float *scales = reinterpret_cast<const float *>(record + smla_kLatent) + (lane >> 4);
-    const uint2 c0 = smla_load_8_bytes(record + 8 * lane, vector);
-    const uint2 c1 = smla_load_8_bytes(record + 256 + 8 * lane, vector);
-    const float s0 = scales[0], s1 = scales[2];
-    smla_row row;
-    row.rope = *reinterpret_cast<const uint32_t *>(record + smla_kLatent + 16 + 4 * lane);
-    row.latent[0] = smla_dequantise_8(c0, s0);
-    row.latent[1] = smla_dequantise_8(c1, s1);
+    smla_half_row row;
+    SMLA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+        const uint2 v = smla_dequantise_4<true>(record.code[i], record.scale[i / 4]);
+        row.latent[2 * i] = v.x;
+        row.latent[2 * i + 1] = v.y;
+    }
+    row.rope = record.rope;
     return row;
 }
 
-static __global__ void __launch_bounds__(smla_kRowThreads)
+template <bool kRecords>
+static __global__ void __launch_bounds__(smla_kHalfThreads, smla_kImportBlocks)
 snapmla_import_kernel(const __grid_constant__ smla_import_params p)
 {
-    const int64_t token = smla_warp_row();
-    if (token >= p.tokens) return;
-    const int64_t from = p.source_slots != nullptr ? p.source_slots[token] : token;
-    const int64_t slot = p.slots != nullptr ? p.slots[token] : from;
-    if (from < 0 || slot < 0) return;
-    const int64_t page = from >> p.source_shift;
-    const uint8_t *source = p.source + page * p.page_bytes
-                          + (from - (page << p.source_shift)) * p.row_bytes;
-    const uint16_t *key = reinterpret_cast<const uint16_t *>(source);
-    const smla_row row = p.records ? smla_load_record(source, p.vector)
-                                   : smla_load_row(key, key + smla_kLatent, p.vector);
-    const smla_token to = smla_locate_slot(p.planes, slot);
-    smla_store_row(smla_quantise_row(row), to.content, to.scale, to.rope);
+    smla_begin();
+    const int64_t token = smla_half_warp_row();
+    if (smla_first_of_warp(token) >= p.tokens) return;
+    int64_t from = -1, slot = -1;
+    if (token < p.tokens) {
+        from = p.source_slots != nullptr ? p.source_slots[token] : token;
+        slot = p.slots != nullptr ? p.slots[token] : from;
+    }
+    smla_record record = {};
+    smla_half_row row = {};
+    const bool wanted = from >= 0 && slot >= 0;
+    if (wanted) {
+        const uint8_t *source = p.source + from * p.row_bytes
+                              + (from >> p.source_shift) * p.page_gap;
+        if (kRecords) {
+            smla_load_record(source, p.vector, &record);
+        } else {
+            const uint16_t *key = reinterpret_cast<const uint16_t *>(source);
+            uint4 latent[4];
+            smla_load_half_row(key, key + smla_kLatent, p.vector, latent, &row.rope);
+            smla_list_words(latent, row.latent);
+        }
+    }
+    const smla_quantised_half y = smla_quantise_half(kRecords ? smla_row_of_record(record) : row);
+    if (wanted) smla_store_half<kRecords>(y, smla_locate_slot(p.planes, slot));
 }
 
 /* ================================================================================================
@@ -4143,6 +4447,7 @@ struct smla_merge_params {
 static __global__ void __launch_bounds__(smla_kRowThreads)
 snapmla_merge_kernel(const __grid_constant__ smla_merge_params p)
 {
+    smla_begin();
     const int64_t row = smla_warp_row();
     if (row >= p.rows) return;
     const int lane = threadIdx.x & 31;
@@ -4749,14 +5054,34 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
                    : smla_launch(kernel, blocks, smla_kCombineThreads, 0, stream, arguments);
 }
 
-/* One warp a row. */
+/* The rows of a kernel of the data flow, eight a block.  Its CTAs start, up to the wait that it begins
+   with, while the kernel before it ends. */
 static inline snapmla_result smla_launch_rows(const void *kernel, void *params, int64_t rows,
-                                              cudaStream_t stream)
+                                              int threads, cudaStream_t stream)
 {
     void *arguments[] = {params};
+    const cudaError_t before = cudaPeekAtLastError();
+    cudaFuncAttributes have;
     SMLA_CHECK(rows / smla_kRowsPerBlock < INT_MAX, SNAPMLA_ERROR_TOKENS);
-    return smla_launch(kernel, smla_ceil_div(rows, smla_kRowsPerBlock), smla_kRowThreads, 0, stream,
-                       arguments);
+    SMLA_TRY(smla_cuda(before, cudaFuncGetAttributes(&have, kernel)));
+    const int64_t blocks = smla_ceil_div(rows, smla_kRowsPerBlock);
+    return have.ptxVersion >= 90
+         ? smla_launch_overlapping(kernel, blocks, threads, 0, stream, arguments)
+         : smla_launch(kernel, blocks, threads, 0, stream, arguments);
+}
+
+/* One warp a row. */
+static inline snapmla_result smla_launch_warp_rows(const void *kernel, void *params, int64_t rows,
+                                                   cudaStream_t stream)
+{
+    return smla_launch_rows(kernel, params, rows, smla_kRowThreads, stream);
+}
+
+/* Half a warp a row. */
+static inline snapmla_result smla_launch_half_rows(const void *kernel, void *params, int64_t rows,
+                                                   cudaStream_t stream)
+{
+    return smla_launch_rows(kernel, params, rows, smla_kHalfThreads, stream);
 }
 
 /* Latent and rope rows of append and fetch: two tensors, or one with the rope behind the latent. */
@@ -4950,7 +5275,7 @@ SNAPMLA_API snapmla_result snapmla_quantize_q(const snapmla_quantize_q_desc *des
     p.scale = d.q_scale;
     p.rope = (uint16_t *)d.q_rope;
     p.heads = d.heads;
-    return smla_launch_rows((const void *)snapmla_quantize_q_kernel, &p, p.rows, d.stream);
+    return smla_launch_warp_rows((const void *)snapmla_quantize_q_kernel, &p, p.rows, d.stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc)
@@ -4976,10 +5301,9 @@ SNAPMLA_API snapmla_result snapmla_append(const snapmla_append_desc *desc)
     p.tokens = desc->tokens;
     p.slots = desc->slots;
     p.vector = rows.vector;
-    const bool front = p.norm.weight != NULL || p.rotation.positions != NULL;
-    return smla_launch_rows(front ? (const void *)snapmla_append_kernel<true>
-                                  : (const void *)snapmla_append_kernel<false>,
-                            &p, p.tokens, desc->stream);
+    if (p.norm.weight == NULL && p.rotation.positions == NULL)
+        return smla_launch_warp_rows((const void *)snapmla_append_kernel, &p, p.tokens, desc->stream);
+    return smla_launch_half_rows((const void *)snapmla_append_raw_kernel, &p, p.tokens, desc->stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc)
@@ -5013,7 +5337,7 @@ SNAPMLA_API snapmla_result snapmla_fetch(const snapmla_fetch_desc *desc)
     p.rope_stride = rows.rope_stride;
     p.tokens = desc->tokens;
     p.vector = rows.vector;
-    return smla_launch_rows((const void *)snapmla_fetch_kernel, &p, p.tokens, desc->stream);
+    return smla_launch_half_rows((const void *)snapmla_fetch_kernel, &p, p.tokens, desc->stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *desc)
@@ -5046,7 +5370,7 @@ SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *des
             p.to[l] = smla_pointers(d.destination[first + l]);
         }
         p.pieces = (d.count * layers) << p.piece_shift;
-        SMLA_TRY(smla_launch_rows((const void *)snapmla_copy_pages_kernel, &p, p.pieces, d.stream));
+        SMLA_TRY(smla_launch_warp_rows((const void *)snapmla_copy_pages_kernel, &p, p.pieces, d.stream));
     }
     return SNAPMLA_OK;
 }
@@ -5082,14 +5406,15 @@ SNAPMLA_API snapmla_result snapmla_import(const snapmla_import_desc *desc)
     p.planes = smla_device_planes(c);
     p.source = (const uint8_t *)d.source;
     p.row_bytes = row_stride * unit;
-    p.page_bytes = page_stride * unit;
+    p.page_gap = (page_stride - page_size * row_stride) * unit;
     p.tokens = d.tokens;
     p.source_slots = d.source_slots;
     p.slots = d.slots;
     p.source_shift = smla_log2((int32_t)page_size);
-    p.records = records;
-    p.vector = smla_aligned(d.source, smla_kAlign) && (p.row_bytes | p.page_bytes) % smla_kAlign == 0;
-    return smla_launch_rows((const void *)snapmla_import_kernel, &p, p.tokens, d.stream);
+    p.vector = smla_aligned(d.source, smla_kAlign) && (p.row_bytes | p.page_gap) % smla_kAlign == 0;
+    return smla_launch_half_rows(records ? (const void *)snapmla_import_kernel<true>
+                                         : (const void *)snapmla_import_kernel<false>,
+                                 &p, p.tokens, d.stream);
 }
 
 SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *bytes)
@@ -5180,7 +5505,7 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)
     p.lse = d.lse;
     p.parts = d.parts;
     p.dim = d.dim;
-    return smla_launch_rows((const void *)snapmla_merge_kernel, &p, p.rows, d.stream);
+    return smla_launch_warp_rows((const void *)snapmla_merge_kernel, &p, p.rows, d.stream);
 }
 
 #ifdef __cplusplus

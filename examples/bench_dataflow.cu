@@ -5,7 +5,8 @@
        ./bench_dataflow                    about ten seconds
        ./bench_dataflow 65536 1,512        other sizes, in tokens: powers of two up to 524288
 
-   How it measures.  Rows of N(0,1), RoPE tables of 65536 positions; slots and pages in random order of
+   How it measures.  Rows of N(0,1), RoPE tables of 65536 positions, which lie at random or, where not
+   said otherwise of an append, are those of requests of 4096 tokens; slots and pages in random order of
    a pool of a million tokens, and every launch takes the next part of it, so that little of what a
    launch needs is still in L2.  Launches queue behind a kernel that waits; time is that of 20 (small
    sizes: 200) launches by one pair of events, the best of 5 rounds.  An empty kernel is timed alike.
@@ -27,6 +28,7 @@
 enum { LATENT = 512, ROPE = 64, DIM = LATENT + ROPE, RECORD = 656, TOKEN = 644, PAGE = 64 };
 enum { POOL = 1 << 20, MOST = POOL / 2, POSITIONS = 1 << 16, HEADS = 128, SAMPLES = 96 };
 enum { TABLE = 16 }; /* pages of a request */
+enum { PROMPT = 4096 }; /* tokens of a request that is appended at once */
 
 static void require(int ok, const char *what, const char *why)
 {
@@ -46,6 +48,7 @@ static uint8_t *g_records;        /* [POOL, RECORD] */
 static snapmla_cache g_from, g_to;
 static float *g_angles, *g_weight; /* [POSITIONS, ROPE], [LATENT] */
 static int64_t *g_slots, *g_positions; /* [POOL] */
+static int64_t *g_prompts; /* [POOL]: positions of one request of PROMPT tokens after another */
 static int32_t *g_pairs, *g_table, *g_starts, *g_many; /* see make_pool() */
 static uint8_t *g_q_content;
 static float *g_q_scale;
@@ -193,6 +196,8 @@ static void make_pool(void)
     g_positions = (int64_t *)device_copy(at, (size_t)POOL * 8);
     g_pairs = (int32_t *)device_copy(pairs, PAGES * 8);
     g_table = (int32_t *)device_copy(order, PAGES * 4); /* [PAGES / TABLE, TABLE] */
+    for (int i = 0; i < POOL; i++) at[i] = i % PROMPT;
+    g_prompts = (int64_t *)device_copy(at, (size_t)POOL * 8);
     g_angles = (float *)device_copy(angles, (size_t)POSITIONS * ROPE * 4);
     g_weight = (float *)device_copy(weight, sizeof weight);
     for (int i = 0; i <= POOL; i++) starts[i] = i; /* one row a request ... */
@@ -250,15 +255,19 @@ static void append_plain(int64_t first, int64_t n)
     LIB(snapmla_append(&d));
 }
 
-static void append_raw(int64_t first, int64_t n)
+static void append_front(int64_t first, int64_t n, const int64_t *positions)
 {
     snapmla_append_desc d = append_desc(first, n);
     d.norm.weight = g_weight;
     d.norm.weight_type = SNAPMLA_NUMBER_F32;
-    d.rotation.positions = g_positions + first;
+    d.rotation.positions = positions + first;
     d.rotation.cosines = g_angles;
     LIB(snapmla_append(&d));
 }
+
+/* Prompts, and tokens at random positions, whose angles are 256 more bytes to read for each. */
+static void append_raw(int64_t first, int64_t n) { append_front(first, n, g_prompts); }
+static void append_anywhere(int64_t first, int64_t n) { append_front(first, n, g_positions); }
 
 static void fetch_slots(int64_t first, int64_t n)
 {
@@ -363,10 +372,10 @@ static snapmla_ref_cache one_token(token *t)
     return c;
 }
 
-static void norm_and_rotate(uint16_t *row, int64_t index, int norm)
+static void norm_and_rotate(uint16_t *row, int64_t position, int norm)
 {
     float angles[ROPE], weight[LATENT];
-    get(angles, g_angles + get_i64(g_positions + index) * ROPE, sizeof angles);
+    get(angles, g_angles + position * ROPE, sizeof angles);
     get(weight, g_weight, sizeof weight);
     snapmla_ref_norm n = {};
     n.weight = weight;
@@ -422,10 +431,12 @@ static int token_is_right(call run, int64_t first, int64_t n, int64_t i)
         return same(&want, &got);
     }
     get(row, g_rows + index * DIM, sizeof row);
-    if (run == quantize_rotated) norm_and_rotate(row, first + i / (n % HEADS == 0 ? HEADS : 1), 0);
-    if (run == append_raw) norm_and_rotate(row, index, 1);
+    if (run == quantize_rotated)
+        norm_and_rotate(row, get_i64(g_positions + first + i / (n % HEADS == 0 ? HEADS : 1)), 0);
+    if (run == append_raw) norm_and_rotate(row, get_i64(g_prompts + index), 1);
+    if (run == append_anywhere) norm_and_rotate(row, get_i64(g_positions + index), 1);
     snapmla_ref_quantize(row, LATENT, row + LATENT, ROPE, want.content, &want.scale, want.rope);
-    if (run == append_plain || run == append_raw) {
+    if (run == append_plain || run == append_raw || run == append_anywhere) {
         got = get_token(&g_to, get_i64(g_slots + index));
     } else {
         get(got.content, g_q_content + index * LATENT, sizeof got.content);
@@ -526,6 +537,7 @@ static const flow kFlows[] = {
     {"quantize_q + rope", quantize_rotated, DIM * 2 + TOKEN, 1},
     {"append", append_plain, DIM * 2 + TOKEN, 1},
     {"append + norm + rope", append_raw, DIM * 2 + TOKEN, 1},
+    {"  at random positions", append_anywhere, DIM * 2 + TOKEN, 1},
     {"fetch by slots", fetch_slots, DIM * 2 + TOKEN, 1},
     {"fetch by ranges", fetch_ranges, DIM * 2 + TOKEN, 1},
     {"copy_pages", copy_pages, 2 * TOKEN, PAGE},
