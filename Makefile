@@ -17,8 +17,9 @@ ptx80      = -gencode arch=compute_80,code=compute_80
 run_code   = $(call code,$(ARCH)) $(ptx80)
 all_code   = $(foreach arch,$(ARCHS),$(call code,$(arch)))
 nvcc       = $(NVCC) -std=c++17 $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Wall,-Wextra --threads 0 -I.
-# The Hopper kernel of 64 rows keeps some registers of its prologue in local memory (README, Limits).
-no_spills  = $(if $(filter 90a,$*),,-Xptxas -warn-spills,-warn-lmem-usage)
+# Kernels that keep a few registers in local memory (README, Limits): for sm_90a the Hopper kernel of 64
+# rows, for sm_100 the general kernel of 16.
+no_spills  = $(if $(filter 90a 100,$*),,-Xptxas -warn-spills,-warn-lmem-usage)
 c99        = $(CC) -std=c99 $(CFLAGS) -Wall -Wextra -Werror -isystem $(CUDA_HOME)/include -I.
 cudart     = -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread -lm
 # libcmocka is looked for beside the program first: build/ can be carried to a machine without it
