@@ -518,8 +518,8 @@ SNAPMLA_API const char *snapmla_result_string(snapmla_result result);
    device that is not the current one, SNAPMLA_PATH_GENERAL. */
 SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *path);
 
-/* Check *desc as snapmla_decode() does, but for the device, and write it to *resolved with every default filled in
-   (strides, page_size, dims, sm_count, path).  Launches nothing. */
+/* Check *desc as snapmla_decode() does, but for the device, and write it to *resolved with every
+   default filled in (strides, page_size, dims, sm_count, path).  Launches nothing. */
 SNAPMLA_API snapmla_result snapmla_resolve(const snapmla_decode_desc *desc,
                                            snapmla_decode_desc *resolved);
 
@@ -3788,7 +3788,8 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
 
 /* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
    grows with the sum: four accumulators of 128 dims, added in f32, keep logits of deviation 1 to 1.2e-4
-   rms, 1.1e-3 at most.  kThree: there are registers for a third accumulator, so that one is always under way. */
+   rms, 1.1e-3 at most.  kThree: there are registers for a third accumulator, so that one is always
+   under way. */
 template <bool kThree>
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
