@@ -3414,6 +3414,7 @@ SMLA_DEV void smla_hopper_prepare(smla_hopper_smem &sm, const smla_decode_params
         for (int n = smla_query_stages(p, s, index); n > 0; --n, ++ring.block) { /* nothing to do */
             const int stage = ring.stage();
             smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
+            __syncwarp(); /* no lane may miss the phase */
             if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.ready[stage]));
         }
         const int32_t blocks = smla_split_blocks(s);
@@ -3457,6 +3458,7 @@ SMLA_DEV void smla_hopper_pass_query(smla_hopper_smem &sm, const smla_decode_par
     for (int n = smla_query_stages(p, s, index); n > 0; --n, ++ring.block) {
         const int stage = ring.stage();
         smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), ring.parity());
+        __syncwarp(); /* no lane may miss the phase */
         if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
     }
 }
