@@ -82,7 +82,9 @@
        RoPE turns pairs in place, in the layout that the caller names.  Norm and rotation are rounded
        to BF16, so a fused call gives the bytes of the same call on prepared rows; their order of
        operations is written down at snapmla_norm and snapmla_rotation.  A token whose sum of squares
-       is Inf becomes NaN as a whole, where other norms would quietly make it zeros.
+       is Inf becomes NaN as a whole, where other norms would quietly make it zeros.  On compute
+       capability 9.0 and newer a launch overlaps the end of the kernel before it in the stream, and
+       waits for that end before it reads or writes.  append reads a position for skipped tokens, too.
 
    OPTIONS
        the same in every file      SNAPMLA_STATIC   the API is static: everything in the one .cu file
@@ -114,7 +116,8 @@
        A fresh accumulator for every block keeps long contexts right: the running output never sits in
        a tensor core.  On the general path the products run as FP16, exact, with f32 sums.  On the
        Hopper path they run as FP8, whose tensor core keeps 13 fraction bits of a sum: QK takes four
-       accumulators of 128 dims each, added in f32.
+       accumulators of 128 dims each, added in f32.  There S' is rounded to bf16 before acc and lq use
+       it, and m follows the largest x + log2 k_s, only where that has grown by 60 binades.
        Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
        (a token whose k_s is tiny beside its neighbours') the exact one is taken.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
@@ -2952,7 +2955,7 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
      full     load -> softmax, prepare   content, scales and rope have landed
      ready    prepare -> softmax, values scales are prepared, V rows that do not count are zero
      weights  softmax -> values, sum     P and its scales S'
-     empty    values, sum -> load           nobody needs the stage any more
+     empty    values, sum -> load        nobody needs the stage any more
 
    Q of the first split is loaded by all warps at once, later ones come as bf16 through the ring ahead
    of their blocks (softmax quantises them out of it), where copies wait for nobody.
@@ -3119,8 +3122,6 @@ template <int kPending> SMLA_DEV void smla_wgmma_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
 }
-
-SMLA_DEV void smla_wgmma_wait_all() { smla_wgmma_wait<0>(); }
 
 /* cvt.rn.bf16x2.f32: two at once; a NaN becomes 0x7fff. */
 SMLA_DEV uint32_t smla_cvt_bf16x2(float lo, float hi)
