@@ -3158,50 +3158,31 @@ SMLA_DEV uint64_t smla_wgmma_desc(uint32_t addr, uint32_t pitch8, uint32_t swizz
 #define SMLA_D32 SMLA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
     "%28, %29, %30, %31"
 
-/* wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3: d = a b (+ d if accumulate), both operands in
-   shared memory; PTX ISA "wgmma.mma_async", 8.0. */
-SMLA_DEV void smla_wgmma_m64n64k32_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate)
-{
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SMLA_D32 "}, "
-                 "%32, %33, p, 1, 1;\n}"
-                 : SMLA_ACC32(d) : "l"(a), "l"(b), "r"(accumulate));
+/* wgmma.mma_async.sync.aligned.m64n{kN}k32.f32.e4m3.e4m3 and k16.f32.bf16.bf16: d = a b (+ d if
+   accumulate; BF16 always adds), a from shared memory or from registers; PTX ISA "wgmma.mma_async",
+   8.0.  i0 to i5: the operands behind d. */
+#define SMLA_WGMMA_FORMS(n, regs, d_list, acc, i0, i1, i2, i3, i4, i5) \
+SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[regs], const uint32_t (&a)[4], uint64_t b, int accumulate) \
+{ \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " i5 ", 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" d_list "}, " \
+                 "{" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1;\n}" \
+                 : acc : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
+} \
+SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[regs], uint64_t a, uint64_t b, int accumulate) \
+{ \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " i2 ", 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" d_list "}, " \
+                 i0 ", " i1 ", p, 1, 1;\n}" : acc : "l"(a), "l"(b), "r"(accumulate)); \
+} \
+SMLA_DEV void smla_wgmma_k16_bf16(float (&d)[regs], uint64_t a, uint64_t b) \
+{ \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" d_list "}, " \
+                 i0 ", " i1 ", 1, 1, 1, 0, 0;" : acc : "l"(a), "l"(b)); \
 }
-
-SMLA_DEV void smla_wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b)
-{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" SMLA_D32 "}, "
-                 "%32, %33, 1, 1, 1, 0, 0;"
-                 : SMLA_ACC32(d) : "l"(a), "l"(b));
-}
-
-/* The same on e4m3 with a in registers and n = 64, 32 or 16. */
-SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate)
-{
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" SMLA_D32 "}, "
-                 "{%32, %33, %34, %35}, %36, p, 1, 1;\n}"
-                 : SMLA_ACC32(d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate)
-{
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" SMLA_D16 "}, "
-                 "{%16, %17, %18, %19}, %20, p, 1, 1;\n}"
-                 : SMLA_ACC16(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-SMLA_DEV void smla_wgmma_k32_e4m3(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate)
-{
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" SMLA_D8 "}, "
-                 "{%8, %9, %10, %11}, %12, p, 1, 1;\n}"
-                 : SMLA_ACC8(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+SMLA_WGMMA_FORMS(64, 32, SMLA_D32, SMLA_ACC32(d), "%32", "%33", "%34", "%35", "%36", "%37")
+SMLA_WGMMA_FORMS(32, 16, SMLA_D16, SMLA_ACC16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21")
+SMLA_WGMMA_FORMS(16, 8, SMLA_D8, SMLA_ACC8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13")
 
 /* ---- what all roles share ---- */
 
@@ -3250,13 +3231,14 @@ SMLA_DEV int smla_query_stages(const smla_decode_params &p, const smla_split &s,
 SMLA_CONST int smla_kBarBegin = 1;
 SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been written */
 SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
+SMLA_CONST int smla_kBarRows = 4;  /* softmax of few rows: what the warps tell each other */
 
 template <int kRows> struct smla_hopper_roles {
     /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512 */
     static constexpr int kValuesRegs = kRows == 64 ? 184 : 144;
     static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 168;
     static constexpr int kLoadRegs = kRows == 64 ? 32 : 56;
-    static constexpr int kSoftmaxWarps = kRows / 16; /* that have rows */
+    static constexpr int kStatWarps = kRows == 64 ? 4 : 1; /* of softmax that write stat */
     static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
 };
 
@@ -3635,31 +3617,33 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
     return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
 }
 
-/* Q K^T over 128 of the latent dims, the part-th, into a fresh accumulator; after the last part rope,
-   in BF16, which must follow FP8 on an accumulator. */
-SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[32])
+/* Q K^T over 128 of the latent dims, the part-th, into a fresh accumulator of 64 rows x 64 tokens, or,
+   with few rows, K Q^T of 64 tokens x rows.  After the last part comes rope, in BF16, which must follow
+   FP8 on an accumulator. */
+template <int kRegs>
+SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[kRegs])
 {
     const uint32_t column = part * smla_kColumn;
     const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
     const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
                                        smla_kSwizzle128);
+    const uint64_t a = kRegs == 32 ? q : k, b = kRegs == 32 ? k : q;
     smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_wgmma_m64n64k32_e4m3(d, q + 2 * i, k + 2 * i, i != 0);
+    for (int i = 0; i < 4; ++i) smla_wgmma_k32_e4m3(d, a + 2 * i, b + 2 * i, i != 0);
     if (part == 3) { /* rope lies behind the content, of Q and in the stage alike */
         const uint64_t behind = smla_kColumn >> 4;
         SMLA_UNROLL
-        for (int i = 0; i < 4; ++i)
-            smla_wgmma_m64n64k16_bf16(d, q + behind + 2 * i, k + behind + 2 * i);
+        for (int i = 0; i < 4; ++i) smla_wgmma_k16_bf16(d, a + behind + 2 * i, b + behind + 2 * i);
     }
     smla_wgmma_commit();
 }
 
-/* Waits until no more than kPending groups are under way and adds the finished d to x. */
-template <int kPending> SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
+/* Waits until d is finished and adds it to x. */
+SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
 {
-    smla_wgmma_wait<kPending>();
+    smla_wgmma_wait<0>();
     smla_pin(d);
     SMLA_UNROLL
     for (int i = 0; i < 32; ++i) x[i] += d[i];
@@ -3743,6 +3727,9 @@ SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const flo
     return true;
 }
 
+/* Sums over tokens are alike, bit for bit, in all tiles: 4 of 16 tokens, then the 16s in their order. */
+SMLA_DEV float smla_sum_of_4(const float (&x)[4]) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
 /* Where a thread's first word of P lies. */
 SMLA_DEV int smla_hopper_place(int t)
 {
@@ -3761,14 +3748,14 @@ SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float
     for (int jj = 0; jj < 4; ++jj) {
         SMLA_UNROLL
         for (int h = 0; h < 2; ++h) {
-            float w[4];
+            float w[4], e[4];
             SMLA_UNROLL
             for (int i = 0; i < 4; ++i) { /* tokens 16jj + 2q, + 1, + 8, + 9 */
-                float &e = x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)];
-                e = smla_ex2(fmaf(e, factor[h], shift[h]));
-                l[h] += e;
-                w[i] = e * (i & 1 ? k[2 * jj + (i >> 1)].y : k[2 * jj + (i >> 1)].x);
+                float &score = x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)];
+                e[i] = score = smla_ex2(fmaf(score, factor[h], shift[h]));
+                w[i] = e[i] * (i & 1 ? k[2 * jj + (i >> 1)].y : k[2 * jj + (i >> 1)].x);
             }
+            l[h] += smla_sum_of_4(e);
             const uint32_t codes = smla_e4m3x4_from_f32(w);
             smla_store_shared((to ^ jj << 4) + 8 * h * smla_kBlock, codes);
             normal &= (codes & 0x78787878u) + 0x78787878u; /* bit 7 of a byte: not 0, not subnormal */
@@ -3783,40 +3770,40 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
 {
     float flushed[2] = {0.0f, 0.0f};
     SMLA_UNROLL
-    for (int i = 0; i < 32; ++i)
-        if (x[i] * (i & 1 ? k[i / 4].y : k[i / 4].x) < smla_kFlushed) flushed[i >> 1 & 1] += x[i];
+    for (int jj = 0; jj < 4; ++jj) {
+        SMLA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            float part[4];
+            SMLA_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const float e = x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)];
+                const float k_s = i & 1 ? k[2 * jj + (i >> 1)].y : k[2 * jj + (i >> 1)].x;
+                part[i] = e * k_s < smla_kFlushed ? e : 0.0f;
+            }
+            flushed[h] += smla_sum_of_4(part);
+        }
+    }
     const float2 sum = sm.flushed[t];
     sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
 }
 
 /* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
    grows with the sum: four accumulators of 128 dims, added in f32, keep logits of deviation 1 to 1.2e-4
-   rms, 1.1e-3 at most.  kThree: there are registers for a third accumulator, so that one is always
-   under way. */
-template <bool kThree>
+   rms, 1.1e-3 at most. */
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
 {
     smla_hopper_scores(sm, stage, 0, x);
     smla_hopper_scores(sm, stage, 1, y);
-    smla_wgmma_wait<kThree>();
+    smla_wgmma_wait<1>();
     smla_pin(x);
-    if (kThree) {
-        float z[32];
-        smla_hopper_scores(sm, stage, 2, z);
-        smla_hopper_add_scores<1>(y, x);
-        smla_hopper_scores(sm, stage, 3, y);
-        smla_hopper_add_scores<1>(z, x);
-    } else {
-        smla_hopper_add_scores<0>(y, x);
-        smla_hopper_scores(sm, stage, 2, y);
-        smla_hopper_add_scores<0>(y, x);
-        smla_hopper_scores(sm, stage, 3, y);
-    }
+    smla_hopper_add_scores(y, x);
+    smla_hopper_scores(sm, stage, 2, y);
+    smla_hopper_add_scores(y, x);
+    smla_hopper_scores(sm, stage, 3, y);
 }
 
 /* One block: from scores to weights in shared memory. */
-template <bool kThree>
 SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
                                         smla_hopper_rows &rows)
 {
@@ -3824,7 +3811,7 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_
     smla_hopper_block &block = sm.block[stage];
     float x[32], y[32];
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    smla_hopper_block_scores<kThree>(sm, stage, x, y);
+    smla_hopper_block_scores(sm, stage, x, y);
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
     const float factor[2] = {sm.factor[tile_row], sm.factor[tile_row + 8]};
     const int32_t mask = block.info.mask;
@@ -3866,20 +3853,6 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_
     if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
 }
 
-/* The share of a warp without rows: the warpgroup computes scores together. */
-SMLA_DEV void smla_hopper_no_rows(smla_hopper_smem &sm, int stage, uint32_t parity)
-{
-    float x[32];
-    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    SMLA_UNROLL
-    for (int part = 0; part < 4; ++part) {
-        smla_hopper_scores(sm, stage, part, x);
-        smla_wgmma_wait<0>();
-        smla_pin(x);
-    }
-    if ((threadIdx.x & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
-}
-
 /* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
 template <int kRows>
 SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params &p,
@@ -3910,40 +3883,342 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
         smla_mbarrier_arrive(smla_smem_addr(&sm.weights[done.block % smla_kStages]));
 }
 
-template <int kRows>
+/* Softmax of 64 rows. */
 SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params &p)
 {
     int t = threadIdx.x & 127;
     asm volatile("" : "+r"(t)); /* hidden, so that it is kept instead of being read again */
     const int lane = t & 31, warp = t >> 5, tile_row = smla_hopper_tile_row(t);
-    const bool has_rows = kRows == smla_kHopperTile
-                       || warp < smla_hopper_roles<kRows>::kSoftmaxWarps;
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        if (index > 0 && s.end > s.begin) smla_hopper_next_q<kRows>(sm, p, s, index, warp, ring);
+        if (index > 0 && s.end > s.begin) smla_hopper_next_q<64>(sm, p, s, index, warp, ring);
         smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
         const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
-        for (; ring.block != end; ++ring.block) {
-            const int stage = ring.stage();
-            if (has_rows)
-                smla_hopper_softmax_block<(kRows < 64)>(sm, stage, ring.parity(), t, rows);
-            else
-                smla_hopper_no_rows(sm, stage, ring.parity());
-        }
+        for (; ring.block != end; ++ring.block)
+            smla_hopper_softmax_block(sm, ring.stage(), ring.parity(), t, rows);
         SMLA_UNROLL
         for (int h = 0; h < 2; ++h) {
             const float l = smla_row_sum(rows.l[h]);
             const float flushed = smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
-            if (!has_rows || (lane & 3) != 0) continue;
+            if ((lane & 3) != 0) continue;
             float4 &stat = sm.stat[index & 1][tile_row + 8 * h]; /* .w is sum's */
             stat.x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
             stat.y = l;
             stat.z = flushed;
         }
         __syncwarp();
-        if (has_rows && lane == 0)
-            smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
+        if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
+    });
+}
+
+/* ---- softmax of 16 and 32 rows ----
+
+   Scores are computed transposed, S^T[64 tokens x rows] = K Q^T: the tensor core works on no row that
+   does not exist, and all four warps share the exponentials.  Thread (g, q) of warp w has the tokens
+   16w + g and + 8 of the block and the rows 8j + 2q, + 1, which are its rows n = 2j, 2j + 1.  What a row
+   needs of all tokens goes through shared memory: its largest y at once, the sums of its weights behind
+   the next block's largest y, where one thread adds up a quarter of a row: row n = g of its own, and of
+   each 16 tokens 2w, + 1, + 8, + 9, as a thread of the form of 64 rows does.  So a row's bits do not
+   depend on the tile that it is in. */
+
+SMLA_CONST int smla_kFewRows = 32; /* at most */
+
+/* Lies in the space of Q's rows 32 to 63: one column block for each stage's sums, rope for top. */
+struct smla_hopper_sums { float2 of[4][4][4][8]; }; /* [warp][j][tokens' quarter][row % 8]: l, flushed */
+struct smla_hopper_tops { float of[smla_kFewRows][4]; }; /* [row][warp] */
+static_assert(sizeof(smla_hopper_sums) <= smla_kColumn - smla_kFewRows * 128, "space of 32 rows");
+
+SMLA_DEV smla_hopper_sums &smla_hopper_sums_of(smla_hopper_smem &sm, int stage)
+{
+    return *reinterpret_cast<smla_hopper_sums *>(
+        sm.q_content + stage * smla_kColumn + smla_kFewRows * 128);
+}
+
+SMLA_DEV smla_hopper_tops &smla_hopper_tops_of(smla_hopper_smem &sm, int stage)
+{
+    return reinterpret_cast<smla_hopper_tops *>(sm.q_rope + smla_kFewRows * 128)[stage];
+}
+
+template <int kRows> struct smla_hopper_few {
+    float factor[kRows / 4], ref[kRows / 4]; /* of row n */
+    float l, flushed;   /* of the quarter of a row that this thread adds up */
+    float scale;        /* S' of that row in the block whose sums wait */
+    int waiting;        /* its stage; -1: none */
+};
+
+/* This thread's row n = g, out of those that it has; threads with g >= kRows / 4 add up nothing. */
+template <int kCount> SMLA_DEV float smla_hopper_own(const float (&x)[kCount], int g)
+{
+    float y = x[0];
+    SMLA_UNROLL
+    for (int n = 1; n < kCount; ++n) y = n == g ? x[n] : y;
+    return y;
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_params &p,
+                                    const smla_split &s, int t, smla_hopper_few<kRows> &rows)
+{
+    if (t < kRows) {
+        const int32_t row = s.tile * kRows + t;
+        sm.limit[t] = smla_row_limit(p, row, s.len);
+        /* above 0 and no NaN, so that -inf stays -inf; where q_s is NaN, content is, too */
+        if (!(row < p.rows && sm.factor[t] >= smla_kFactorFloor)) sm.factor[t] = smla_kFactorFloor;
+    }
+    smla_bar_sync(smla_kBarRows, 128);
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 4; ++n) {
+        rows.factor[n] = sm.factor[8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
+        rows.ref[n] = smla_neg_inf();
+    }
+    rows.l = rows.flushed = rows.scale = 0.0f;
+    rows.waiting = -1;
+}
+
+/* Scores of a block in four accumulators, as in smla_hopper_block_scores and added in its order. */
+template <int kRegs>
+SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&x)[kRegs])
+{
+    float part[3][kRegs];
+    smla_hopper_scores(sm, stage, 0, x);
+    SMLA_UNROLL
+    for (int i = 0; i < 3; ++i) smla_hopper_scores(sm, stage, i + 1, part[i]);
+    smla_wgmma_wait<0>();
+    smla_pin(x);
+    SMLA_UNROLL
+    for (int i = 0; i < 3; ++i) {
+        smla_pin(part[i]);
+        SMLA_UNROLL
+        for (int n = 0; n < kRegs; ++n) x[n] += part[i][n];
+    }
+}
+
+template <int kRegs>
+SMLA_DEV void smla_hopper_mask_few(const smla_hopper_smem &sm, int stage, int t, float (&x)[kRegs])
+{
+    const smla_block_info info = sm.block[stage].info;
+    const int32_t token0 = sm.block[stage].token0;
+    SMLA_UNROLL
+    for (int i = 0; i < kRegs; ++i) {
+        const int token = 16 * (t >> 5) + (t >> 2 & 7) + 8 * (i >> 1 & 1);
+        const int row = 8 * (i >> 2) + 2 * (t & 3) + (i & 1);
+        const bool bad = (token & 1 ? info.bad_odd : info.bad_even) >> (token >> 1) & 1;
+        const bool seen = token < smla_min(info.valid, sm.limit[row] - token0);
+        x[i] = !seen ? smla_neg_inf() : bad ? __uint_as_float(smla_kNanF32) : x[i];
+    }
+}
+
+/* The larger of two lanes' values: of x0 in the lane with the bit clear, of x1 in the other. */
+SMLA_DEV float smla_max_across(float x0, float x1, int lane, int bit)
+{
+    const bool upper = (lane & bit) != 0;
+    return fmaxf(upper ? x1 : x0, __shfl_xor_sync(~0u, upper ? x0 : x1, bit));
+}
+
+/* top[n]: the largest y = logit + log2 k_s of the thread's rows in this block, over all warps. */
+template <int kRows>
+SMLA_DEV void smla_hopper_top_few(smla_hopper_smem &sm, int stage, int t, const float (&log2_k)[2],
+                                  const float (&factor)[kRows / 4], const float (&x)[kRows / 2],
+                                  float (&top)[kRows / 4])
+{
+    const int lane = t & 31, q = t & 3;
+    float y[kRows / 8]; /* of row i = g % 2 of each 8j + 2q, after the first exchange */
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        float two[2];
+        SMLA_UNROLL
+        for (int i = 0; i < 2; ++i)
+            two[i] = fmaxf(fmaf(x[4 * j + i], factor[2 * j + i], log2_k[0]),
+                           fmaf(x[4 * j + 2 + i], factor[2 * j + i], log2_k[1]));
+        y[j] = smla_max_across(two[0], two[1], lane, 4);
+    }
+    float mine = smla_max_across(y[0], y[1], lane, 8); /* j = bit 3 of the lane, and bit 4 */
+    if (kRows == 32)
+        mine = smla_max_across(mine, smla_max_across(y[kRows / 8 - 2], y[kRows / 8 - 1], lane, 8), lane, 16);
+    else
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 16));
+    smla_hopper_tops &tops = smla_hopper_tops_of(sm, stage);
+    const int row = 8 * (kRows == 32 ? lane >> 3 : lane >> 3 & 1) + 2 * q + (lane >> 2 & 1);
+    if (kRows == 32 || lane < 16) tops.of[row][t >> 5] = mine;
+    smla_bar_sync(smla_kBarRows, 128);
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 4; ++n) {
+        const float4 v = *reinterpret_cast<const float4 *>(tops.of[8 * (n >> 1) + 2 * q + (n & 1)]);
+        top[n] = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+    }
+}
+
+/* Adds the sums that all warps left behind before the last barrier. */
+template <int kRows> SMLA_DEV void smla_hopper_add_few(smla_hopper_smem &sm, int t, smla_hopper_few<kRows> &rows)
+{
+    const int g = t >> 2 & 7, q = t & 3;
+    if (rows.waiting < 0 || g >= kRows / 4) return;
+    const smla_hopper_sums &sums = smla_hopper_sums_of(sm, rows.waiting);
+    float l = 0.0f, flushed = 0.0f;
+    SMLA_UNROLL
+    for (int w = 0; w < 4; ++w) {
+        const float2 part = sums.of[w][g >> 1][t >> 5][2 * q + (g & 1)];
+        l += part.x;
+        flushed += part.y;
+    }
+    rows.l = fmaf(l, rows.scale, rows.l);
+    rows.flushed = fmaf(flushed, rows.scale, rows.flushed);
+}
+
+/* smla_hopper_move: all warps decide alike, the first one writes. */
+template <int kRows>
+SMLA_DEV void smla_hopper_move_few(smla_hopper_smem &sm, int stage, int t, const float (&top)[kRows / 4],
+                                   smla_hopper_few<kRows> &rows)
+{
+    const int g = t >> 2 & 7;
+    bool up = false;
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 4; ++n) up = up || top[n] > rows.ref[n] + smla_kRefSlack;
+    up = __any_sync(~0u, up);
+    if (t == 0) sm.block[stage].moved = up ? 0x0101u : 0; /* a byte for 16 rows */
+    if (!up) return;
+    float alpha[kRows / 4];
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 4; ++n) {
+        const bool moves = top[n] > rows.ref[n] + smla_kRefSlack;
+        alpha[n] = moves ? smla_ex2(rows.ref[n] - top[n]) : 1.0f;
+        if (moves) rows.ref[n] = top[n];
+        if (t < 4) sm.block[stage].alpha[8 * (n >> 1) + 2 * t + (n & 1)] = alpha[n];
+    }
+    rows.l *= smla_hopper_own(alpha, g);
+    rows.flushed *= smla_hopper_own(alpha, g);
+}
+
+/* Weights of the thread's tokens to P, as in smla_hopper_weights; x becomes 2^(logit + shift). */
+template <int kRows>
+SMLA_DEV void smla_hopper_weights_few(smla_hopper_block &block, int t, const float (&k)[2],
+                                      const float (&factor)[kRows / 4], const float (&shift)[kRows / 4],
+                                      float (&x)[kRows / 2])
+{
+    const int g = t >> 2 & 7, q = t & 3, odd = g & 1;
+    /* 4 bytes of row 8j + 2q + odd: tokens 2 (g / 2), + 1, + 8, + 9 of the warp's 16, each byte pair from
+       one of two neighbours */
+    const uint32_t select = odd ? 0x3726 : 0x5140;
+    uint8_t *to = block.weight + (2 * q + odd) * smla_kBlock + ((t >> 5 ^ q) << 4) + 4 * (g >> 1);
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        float w[4];
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) { /* row i / 2 of two, token i % 2 of two */
+            float &e = x[4 * j + 2 * (i & 1) + (i >> 1)];
+            e = smla_ex2(fmaf(e, factor[2 * j + (i >> 1)], shift[2 * j + (i >> 1)]));
+            w[i] = e * k[i & 1];
+        }
+        const uint32_t codes = smla_e4m3x4_from_f32(w);
+        *reinterpret_cast<uint32_t *>(to + 8 * j * smla_kBlock) =
+            __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), select);
+    }
+}
+
+/* What a warp adds to the rows' sums: of the lanes g, g ^ 1, each takes one of two rows. */
+template <int kRows>
+SMLA_DEV void smla_hopper_sums_few(smla_hopper_sums &sums, int t, const float (&k)[2],
+                                   const float (&x)[kRows / 2])
+{
+    const int g = t >> 2 & 7, q = t & 3, odd = g & 1;
+    SMLA_UNROLL
+    for (int j = 0; j < kRows / 8; ++j) {
+        float2 part[2];
+        SMLA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const float e[2] = {x[4 * j + i], x[4 * j + 2 + i]};
+            part[i] = make_float2(e[0] + e[1], (e[0] * k[0] < smla_kFlushed ? e[0] : 0.0f)
+                                                   + (e[1] * k[1] < smla_kFlushed ? e[1] : 0.0f));
+        }
+        const float2 mine = odd ? part[1] : part[0], other = odd ? part[0] : part[1];
+        sums.of[t >> 5][j][g >> 1][2 * q + odd] =
+            make_float2(mine.x + __shfl_xor_sync(~0u, other.x, 4),
+                        mine.y + __shfl_xor_sync(~0u, other.y, 4));
+    }
+}
+
+/* One block: from scores to weights in shared memory. */
+template <int kRows>
+SMLA_DEV void smla_hopper_block_few(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
+                                    smla_hopper_few<kRows> &rows)
+{
+    const int token = 16 * (t >> 5) + (t >> 2 & 7);
+    smla_hopper_block &block = sm.block[stage];
+    float x[kRows / 2];
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
+    smla_hopper_scores_few(sm, stage, x);
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
+    const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
+    const float k[2] = {k_s[token], k_s[token + 8]};
+    const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
+    SMLA_UNROLL
+    for (int i = 0; i < kRows / 2; ++i) x[i] *= k[i >> 1 & 1];
+    if (block.info.mask) smla_hopper_mask_few(sm, stage, t, x);
+    float top[kRows / 4], shift[kRows / 4], scale[kRows / 4];
+    smla_hopper_top_few<kRows>(sm, stage, t, log2_k, rows.factor, x, top);
+    smla_hopper_add_few(sm, t, rows);
+    smla_hopper_move_few<kRows>(sm, stage, t, top, rows);
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 4; ++n) {
+        const bool none = top[n] == smla_neg_inf(); /* the row sees nothing of this block */
+        shift[n] = none ? 0.0f : smla_kLog2E4m3Max - top[n];
+        scale[n] = none ? 0.0f : smla_ex2(top[n] - smla_kLog2E4m3Max - rows.ref[n]);
+    }
+    if (t < 4) {
+        SMLA_UNROLL
+        for (int j = 0; j < kRows / 8; ++j)
+            block.block_scale[t][j] = smla_cvt_bf16x2(scale[2 * j], scale[2 * j + 1]);
+    }
+    smla_hopper_weights_few<kRows>(block, t, k, rows.factor, shift, x);
+    smla_fence_async();
+    __syncwarp();
+    if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
+    smla_hopper_sums_few<kRows>(smla_hopper_sums_of(sm, stage), t, k, x);
+    rows.scale = smla_hopper_own(scale, t >> 2 & 7);
+    rows.waiting = stage;
+}
+
+/* The end of a split: the quarters of a row become one. */
+template <int kRows>
+SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, smla_hopper_few<kRows> &rows)
+{
+    const int g = t >> 2 & 7, q = t & 3;
+    smla_bar_sync(smla_kBarRows, 128);
+    smla_hopper_add_few(sm, t, rows);
+    if (g < kRows / 4) {
+        const int row = 8 * (g >> 1) + 2 * q + (g & 1);
+        sm.flushed[(t >> 5) * smla_kFewRows + row] = make_float2(rows.l, rows.flushed);
+        if (t < 32) stat[row].x = smla_hopper_own(rows.ref, g);
+    }
+    smla_bar_sync(smla_kBarRows, 128);
+    if (t >= kRows) return;
+    const float2 *part = sm.flushed + t;
+    float2 sum[4];
+    SMLA_UNROLL
+    for (int w = 0; w < 4; ++w) sum[w] = part[w * smla_kFewRows];
+    const float l = (sum[0].x + sum[1].x) + (sum[2].x + sum[3].x);
+    if (l == 0.0f) stat[t].x = smla_neg_inf();
+    stat[t].y = l;
+    stat[t].z = (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y); /* .w is sum's */
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_softmax_few(smla_hopper_smem &sm, const smla_decode_params &p)
+{
+    const int t = threadIdx.x & 127;
+    smla_ring ring = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        if (index > 0 && s.end > s.begin) smla_hopper_next_q<kRows>(sm, p, s, index, t >> 5, ring);
+        smla_hopper_few<kRows> rows;
+        smla_hopper_begin_few(sm, p, s, t, rows);
+        const uint32_t end = ring.block + smla_split_blocks(s);
+#pragma unroll 1
+        for (; ring.block != end; ++ring.block)
+            smla_hopper_block_few(sm, ring.stage(), ring.parity(), t, rows);
+        smla_hopper_end_few(sm, sm.stat[index & 1], t, rows);
+        __syncwarp();
+        if (t == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
     });
 }
 
@@ -4153,7 +4428,7 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
 
 template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &sm)
 {
-    constexpr int kSoftmaxWarps = smla_hopper_roles<kRows>::kSoftmaxWarps;
+    constexpr int kStatWarps = smla_hopper_roles<kRows>::kStatWarps;
     constexpr int kSumWarps = smla_hopper_roles<kRows>::kSumWarps;
     for (int i = 0; i < smla_kStages; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
@@ -4165,7 +4440,7 @@ template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &s
     for (int i = 0; i < 2; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.split_full[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.split_empty[i]), 8 + 4 + 1 + kSumWarps);
-        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), kSoftmaxWarps + kSumWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), kStatWarps + kSumWarps);
     }
 }
 
@@ -4197,7 +4472,8 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     } else if (wg == 2) {
         if (kRows == 64) smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
         else smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
-        smla_hopper_softmax<kRows>(sm, p);
+        if constexpr (kRows == smla_kHopperTile) smla_hopper_softmax(sm, p);
+        else smla_hopper_softmax_few<kRows>(sm, p);
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
         if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
