@@ -2943,12 +2943,13 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
 /* ================================================================================================
    >>hopper     the decode kernel for compute capability 9.0: TMA, mbarriers, FP8 wgmma
 
-   A CTA of 4 warpgroups (WG) walks over blocks of 64 tokens with a tile of kRows = 16, 32 or 64
+   A CTA of 4 warpgroups (WG), or 5, walks over blocks of 64 tokens with a tile of kRows = 16, 32 or 64
    query rows.  Blocks pass through a ring of 4 stages, one CTA on an SM:
      WG 0, 1  values    O^T[256 dims x rows] += V^T P^T: V^T in registers (ldmatrix.trans + prmt), P
                         from shared memory, a fresh accumulator per block, then FP32 masters
      WG 2     softmax   S[64 rows x 64 tokens] = Q K^T (FP8, then rope in BF16), the weights,
-                        P rounded to e4m3
+                        P rounded to e4m3; with 16 or 32 rows two warpgroups share this: WG 2 scores,
+                        WG 4 weights
      WG 3     warp 0 load: TMA; warp 1 prepare: scales of a block, V rows that must be zero;
               warps 2, 3 sum: the denominator from the weights as they were rounded
    Barriers, in the order of a block's life:
@@ -2971,8 +2972,8 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
            with, but for V that e4m3 flushes
      acc = sum of P * V8 * S'
    ============================================================================================== */
-SMLA_CONST int smla_kHopperThreads = 512;
-SMLA_CONST int smla_kHopperTile = 64; /* rows of QK's accumulator, whatever kRows */
+SMLA_CONST int smla_kHopperTile = 64; /* most rows */
+SMLA_CONST int smla_kFewRows = 32;    /* at most: tiles that have a warpgroup more */
 SMLA_CONST int smla_kLoadWarp = 12;
 SMLA_CONST int smla_kStages = 4;
 /* bytes of a column block: 64 tokens x 128 bytes, swizzled */
@@ -3023,12 +3024,14 @@ struct alignas(1024) smla_hopper_smem {
     smla_hopper_block block[smla_kStages];
     float4 stat[2][smla_kHopperTile]; /* m, l, and the two parts of lq: too small for P, in P */
     float factor[smla_kHopperTile];   /* softmax_scale * log2e * q_s */
+    float few_factor[2][smla_kFewRows]; /* of a split, for weights */
     float2 flushed[128];              /* of softmax's threads, which have no registers for it */
     int32_t limit[smla_kHopperTile];  /* keys below this are seen */
     smla_split split[2];           /* from load to all other roles */
     uint64_t full[smla_kStages], ready[smla_kStages], weights[smla_kStages], empty[smla_kStages];
     uint64_t split_full[2], split_empty[2];
     uint64_t stat_full[2]; /* softmax, sum -> values: stat of a split is written */
+    uint64_t logits_full[2], logits_empty[2]; /* few rows: scores -> weights and back */
 };
 static_assert(sizeof(smla_hopper_smem) <= 227 * 1024, "shared memory of compute capability 9.0");
 
@@ -3231,13 +3234,16 @@ SMLA_DEV int smla_query_stages(const smla_decode_params &p, const smla_split &s,
 SMLA_CONST int smla_kBarBegin = 1;
 SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been written */
 SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
-SMLA_CONST int smla_kBarRows = 4;  /* softmax of few rows: what the warps tell each other */
+SMLA_CONST int smla_kBarSums = 4;  /* weights: what the warps add to the rows' sums */
 
 template <int kRows> struct smla_hopper_roles {
-    /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512 */
-    static constexpr int kValuesRegs = kRows == 64 ? 184 : 144;
-    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 168;
-    static constexpr int kLoadRegs = kRows == 64 ? 32 : 56;
+    static constexpr int kThreads = kRows == 64 ? 512 : 640;
+    /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512, with few rows and
+       weights 480 */
+    static constexpr int kValuesRegs = kRows == 64 ? 184 : 128;
+    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 104;
+    static constexpr int kWeightsRegs = 88;
+    static constexpr int kLoadRegs = 32;
     static constexpr int kStatWarps = kRows == 64 ? 4 : 1; /* of softmax that write stat */
     static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
 };
@@ -3912,39 +3918,53 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
     });
 }
 
-/* ---- softmax of 16 and 32 rows ----
+/* ---- softmax of 16 and 32 rows: scores and weights ----
 
    Scores are computed transposed, S^T[64 tokens x rows] = K Q^T: the tensor core works on no row that
-   does not exist, and all four warps share the exponentials.  Thread (g, q) of warp w has the tokens
-   16w + g and + 8 of the block and the rows 8j + 2q, + 1, which are its rows n = 2j, 2j + 1.  What a row
-   needs of all tokens goes through shared memory: its largest y at once, the sums of its weights behind
-   the next block's largest y, where one thread adds up a quarter of a row: row n = g of its own, and of
-   each 16 tokens 2w, + 1, + 8, + 9, as a thread of the form of 64 rows does.  So a row's bits do not
-   depend on the tile that it is in. */
+   does not exist, and four warps share a block.  One warpgroup, scores, hands logits to another, weights,
+   which is a block behind.  Thread (g, q) of warp w of either has the tokens 16w + g and + 8 of the block
+   and the rows 8j + 2q, + 1, which are its rows n = 2j, 2j + 1.  A row's largest y comes with the logits;
+   the sums of its weights go to the warps of `weights` a block later, where one thread adds up a quarter
+   of a row: row n = g of its own, and of each 16 tokens 2w, + 1, + 8, + 9, as a thread of the form of 64
+   rows does.  So a row's bits do not depend on the tile that it is in. */
 
-SMLA_CONST int smla_kFewRows = 32; /* at most */
+/* Half of what lies in the space of Q's rows 32 to 63, which do not exist.  A 4 KB piece of a column
+   block of Q is the half of a logits buffer. */
+SMLA_DEV float4 *smla_hopper_logits(smla_hopper_smem &sm, int buffer, int n)
+{
+    uint8_t *column = sm.q_content + (2 * buffer + (n >> 1)) * smla_kColumn + smla_kFewRows * 128;
+    return reinterpret_cast<float4 *>(column) + (n & 1) * 128;
+}
 
-/* Lies in the space of Q's rows 32 to 63: one column block for each stage's sums, rope for top. */
-struct smla_hopper_sums { float2 of[4][4][4][8]; }; /* [warp][j][tokens' quarter][row % 8]: l, flushed */
 struct smla_hopper_tops { float of[smla_kFewRows][4]; }; /* [row][warp] */
-static_assert(sizeof(smla_hopper_sums) <= smla_kColumn - smla_kFewRows * 128, "space of 32 rows");
 
-SMLA_DEV smla_hopper_sums &smla_hopper_sums_of(smla_hopper_smem &sm, int stage)
+SMLA_DEV smla_hopper_tops &smla_hopper_tops_of(smla_hopper_smem &sm, int buffer)
 {
-    return *reinterpret_cast<smla_hopper_sums *>(
-        sm.q_content + stage * smla_kColumn + smla_kFewRows * 128);
+    return reinterpret_cast<smla_hopper_tops *>(sm.q_rope + smla_kFewRows * 128)[buffer];
 }
 
-SMLA_DEV smla_hopper_tops &smla_hopper_tops_of(smla_hopper_smem &sm, int stage)
+/* What warp w adds to the sums l and flushed, in the space of P's rows 32 to 63 of two stages. */
+struct smla_hopper_sums { float2 of[4][4][8]; }; /* [j][quarter of the tokens][row % 8] */
+
+SMLA_DEV smla_hopper_sums &smla_hopper_sums_of(smla_hopper_smem &sm, int buffer, int w)
 {
-    return reinterpret_cast<smla_hopper_tops *>(sm.q_rope + smla_kFewRows * 128)[stage];
+    uint8_t *rows = sm.block[2 * buffer + (w >> 1)].weight + smla_kFewRows * smla_kBlock;
+    return reinterpret_cast<smla_hopper_sums *>(rows)[w & 1];
 }
+static_assert(2 * sizeof(smla_hopper_sums) <= smla_kFewRows * smla_kBlock, "space of P's rows 32 to 63");
+
+/* Blocks that scores hands to weights, through two buffers. */
+struct smla_handover {
+    uint32_t count;
+    __device__ int buffer() const { return smla_uniform(count & 1); }
+    __device__ uint32_t parity() const { return count >> 1 & 1; }
+};
 
 template <int kRows> struct smla_hopper_few {
     float factor[kRows / 4], ref[kRows / 4]; /* of row n */
-    float l, flushed;   /* of the quarter of a row that this thread adds up */
-    float scale;        /* S' of that row in the block whose sums wait */
-    int waiting;        /* its stage; -1: none */
+    float l, flushed; /* of the quarter of a row that this thread adds up */
+    float scale;      /* S' of that row in the block whose sums wait */
+    int waiting;      /* their buffer; -1: none */
 };
 
 /* This thread's row n = g, out of those that it has; threads with g >= kRows / 4 add up nothing. */
@@ -3956,42 +3976,41 @@ template <int kCount> SMLA_DEV float smla_hopper_own(const float (&x)[kCount], i
     return y;
 }
 
+/* scores: what a split needs of its rows. */
 template <int kRows>
 SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_params &p,
-                                    const smla_split &s, int t, smla_hopper_few<kRows> &rows)
+                                    const smla_split &s, uint32_t index, int t,
+                                    float (&factor)[kRows / 4])
 {
     if (t < kRows) {
         const int32_t row = s.tile * kRows + t;
         sm.limit[t] = smla_row_limit(p, row, s.len);
         /* above 0 and no NaN, so that -inf stays -inf; where q_s is NaN, content is, too */
-        if (!(row < p.rows && sm.factor[t] >= smla_kFactorFloor)) sm.factor[t] = smla_kFactorFloor;
+        const bool usable = row < p.rows && sm.factor[t] >= smla_kFactorFloor;
+        sm.few_factor[index & 1][t] = usable ? sm.factor[t] : smla_kFactorFloor;
     }
-    smla_bar_sync(smla_kBarRows, 128);
+    smla_bar_sync(smla_kBarQuery, 128);
     SMLA_UNROLL
-    for (int n = 0; n < kRows / 4; ++n) {
-        rows.factor[n] = sm.factor[8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
-        rows.ref[n] = smla_neg_inf();
-    }
-    rows.l = rows.flushed = rows.scale = 0.0f;
-    rows.waiting = -1;
+    for (int n = 0; n < kRows / 4; ++n)
+        factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
 /* Scores of a block in four accumulators, as in smla_hopper_block_scores and added in its order. */
 template <int kRegs>
-SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&x)[kRegs])
+SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])
 {
-    float part[3][kRegs];
-    smla_hopper_scores(sm, stage, 0, x);
     SMLA_UNROLL
-    for (int i = 0; i < 3; ++i) smla_hopper_scores(sm, stage, i + 1, part[i]);
-    smla_wgmma_wait<0>();
-    smla_pin(x);
+    for (int i = 0; i < 4; ++i) smla_hopper_scores(sm, stage, i, part[i]);
+}
+
+template <int kRegs>
+SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][kRegs], const float (&k)[2], float (&x)[kRegs])
+{
     SMLA_UNROLL
-    for (int i = 0; i < 3; ++i) {
-        smla_pin(part[i]);
-        SMLA_UNROLL
-        for (int n = 0; n < kRegs; ++n) x[n] += part[i][n];
-    }
+    for (int i = 0; i < 4; ++i) smla_pin(part[i]);
+    SMLA_UNROLL
+    for (int n = 0; n < kRegs; ++n)
+        x[n] = (((part[0][n] + part[1][n]) + part[2][n]) + part[3][n]) * k[n >> 1 & 1];
 }
 
 template <int kRegs>
@@ -4016,13 +4035,12 @@ SMLA_DEV float smla_max_across(float x0, float x1, int lane, int bit)
     return fmaxf(upper ? x1 : x0, __shfl_xor_sync(~0u, upper ? x0 : x1, bit));
 }
 
-/* top[n]: the largest y = logit + log2 k_s of the thread's rows in this block, over all warps. */
+/* The largest y = logit + log2 k_s of the rows in this warp's tokens, each in the lanes that have the
+   row's number within the tile, or with 16 rows that modulo 16. */
 template <int kRows>
-SMLA_DEV void smla_hopper_top_few(smla_hopper_smem &sm, int stage, int t, const float (&log2_k)[2],
-                                  const float (&factor)[kRows / 4], const float (&x)[kRows / 2],
-                                  float (&top)[kRows / 4])
+SMLA_DEV float smla_hopper_top_few(int lane, const float (&log2_k)[2], const float (&factor)[kRows / 4],
+                                   const float (&x)[kRows / 2])
 {
-    const int lane = t & 31, q = t & 3;
     float y[kRows / 8]; /* of row i = g % 2 of each 8j + 2q, after the first exchange */
     SMLA_UNROLL
     for (int j = 0; j < kRows / 8; ++j) {
@@ -4033,20 +4051,57 @@ SMLA_DEV void smla_hopper_top_few(smla_hopper_smem &sm, int stage, int t, const 
                            fmaf(x[4 * j + 2 + i], factor[2 * j + i], log2_k[1]));
         y[j] = smla_max_across(two[0], two[1], lane, 4);
     }
-    float mine = smla_max_across(y[0], y[1], lane, 8); /* j = bit 3 of the lane, and bit 4 */
-    if (kRows == 32)
-        mine = smla_max_across(mine, smla_max_across(y[kRows / 8 - 2], y[kRows / 8 - 1], lane, 8), lane, 16);
-    else
-        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 16));
-    smla_hopper_tops &tops = smla_hopper_tops_of(sm, stage);
-    const int row = 8 * (kRows == 32 ? lane >> 3 : lane >> 3 & 1) + 2 * q + (lane >> 2 & 1);
-    if (kRows == 32 || lane < 16) tops.of[row][t >> 5] = mine;
-    smla_bar_sync(smla_kBarRows, 128);
+    const float first = smla_max_across(y[0], y[1], lane, 8); /* j = bit 3 of the lane, and bit 4 */
+    if (kRows == 16) return fmaxf(first, __shfl_xor_sync(~0u, first, 16));
+    return smla_max_across(first, smla_max_across(y[kRows / 8 - 2], y[kRows / 8 - 1], lane, 8), lane, 16);
+}
+
+/* One block, to logits without the rows' factors. */
+template <int kRows>
+SMLA_DEV void smla_hopper_scores_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
+                                       const float (&factor)[kRows / 4], const smla_handover &to)
+{
+    const int lane = t & 31, token = 16 * (t >> 5) + (lane >> 2), buffer = to.buffer();
+    const smla_hopper_block &block = sm.block[stage];
+    float part[4][kRows / 2], x[kRows / 2];
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
+    smla_hopper_scores_few(sm, stage, part);
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
+    const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
+    const float k[2] = {k_s[token], k_s[token + 8]};
+    const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
+    const int32_t mask = block.info.mask;
+    smla_wgmma_wait<0>();
+    smla_hopper_weigh_few(part, k, x);
+    if (mask) smla_hopper_mask_few(sm, stage, t, x);
+    const float top = smla_hopper_top_few<kRows>(lane, log2_k, factor, x);
+    smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
     SMLA_UNROLL
-    for (int n = 0; n < kRows / 4; ++n) {
-        const float4 v = *reinterpret_cast<const float4 *>(tops.of[8 * (n >> 1) + 2 * q + (n & 1)]);
-        top[n] = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
-    }
+    for (int n = 0; n < kRows / 8; ++n)
+        smla_hopper_logits(sm, buffer, n)[t] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+    const int row = 8 * (kRows == 32 ? lane >> 3 : lane >> 3 & 1) + 2 * (lane & 3) + (lane >> 2 & 1);
+    smla_hopper_tops_of(sm, buffer).of[row][t >> 5] = top;
+    __syncwarp();
+    if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.logits_full[buffer]));
+}
+
+template <int kRows>
+SMLA_DEV void smla_hopper_few_scores(smla_hopper_smem &sm, const smla_decode_params &p)
+{
+    const int t = threadIdx.x & 127;
+    smla_ring ring = {0};
+    smla_handover to = {0};
+    smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
+        if (s.end <= s.begin) return;
+        if (index > 0) smla_hopper_next_q<kRows>(sm, p, s, index, t >> 5, ring);
+        float factor[kRows / 4]; /* of row n */
+        smla_hopper_begin_few<kRows>(sm, p, s, index, t, factor);
+#pragma unroll 1
+        for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
+            smla_hopper_scores_block<kRows>(sm, ring.stage(), ring.parity(), t, factor, to);
+            ++to.count;
+        }
+    });
 }
 
 /* Adds the sums that all warps left behind before the last barrier. */
@@ -4054,14 +4109,14 @@ template <int kRows> SMLA_DEV void smla_hopper_add_few(smla_hopper_smem &sm, int
 {
     const int g = t >> 2 & 7, q = t & 3;
     if (rows.waiting < 0 || g >= kRows / 4) return;
-    const smla_hopper_sums &sums = smla_hopper_sums_of(sm, rows.waiting);
     float l = 0.0f, flushed = 0.0f;
     SMLA_UNROLL
     for (int w = 0; w < 4; ++w) {
-        const float2 part = sums.of[w][g >> 1][t >> 5][2 * q + (g & 1)];
+        const float2 part = smla_hopper_sums_of(sm, rows.waiting, w).of[g >> 1][t >> 5][2 * q + (g & 1)];
         l += part.x;
         flushed += part.y;
     }
+    rows.waiting = -1;
     rows.l = fmaf(l, rows.scale, rows.l);
     rows.flushed = fmaf(flushed, rows.scale, rows.flushed);
 }
@@ -4078,6 +4133,7 @@ SMLA_DEV void smla_hopper_move_few(smla_hopper_smem &sm, int stage, int t, const
     up = __any_sync(~0u, up);
     if (t == 0) sm.block[stage].moved = up ? 0x0101u : 0; /* a byte for 16 rows */
     if (!up) return;
+    smla_hopper_add_few(sm, t, rows);
     float alpha[kRows / 4];
     SMLA_UNROLL
     for (int n = 0; n < kRows / 4; ++n) {
@@ -4132,32 +4188,36 @@ SMLA_DEV void smla_hopper_sums_few(smla_hopper_sums &sums, int t, const float (&
                                                    + (e[1] * k[1] < smla_kFlushed ? e[1] : 0.0f));
         }
         const float2 mine = odd ? part[1] : part[0], other = odd ? part[0] : part[1];
-        sums.of[t >> 5][j][g >> 1][2 * q + odd] =
+        sums.of[j][g >> 1][2 * q + odd] =
             make_float2(mine.x + __shfl_xor_sync(~0u, other.x, 4),
                         mine.y + __shfl_xor_sync(~0u, other.y, 4));
     }
 }
 
-/* One block: from scores to weights in shared memory. */
+/* One block: from logits to weights in shared memory. */
 template <int kRows>
-SMLA_DEV void smla_hopper_block_few(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
-                                    smla_hopper_few<kRows> &rows)
+SMLA_DEV void smla_hopper_weights_block(smla_hopper_smem &sm, int stage, int t, const smla_handover &from,
+                                        smla_hopper_few<kRows> &rows)
 {
-    const int token = 16 * (t >> 5) + (t >> 2 & 7);
+    const int q = t & 3, token = 16 * (t >> 5) + (t >> 2 & 7), buffer = from.buffer();
     smla_hopper_block &block = sm.block[stage];
-    float x[kRows / 2];
-    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    smla_hopper_scores_few(sm, stage, x);
-    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
-    const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
+    float x[kRows / 2], top[kRows / 4], shift[kRows / 4], scale[kRows / 4];
+    smla_mbarrier_wait(smla_smem_addr(&sm.logits_full[buffer]), from.parity());
+    const float *k_s = &block.k_s[0].x;
     const float k[2] = {k_s[token], k_s[token + 8]};
-    const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
+    const smla_hopper_tops &tops = smla_hopper_tops_of(sm, buffer);
     SMLA_UNROLL
-    for (int i = 0; i < kRows / 2; ++i) x[i] *= k[i >> 1 & 1];
-    if (block.info.mask) smla_hopper_mask_few(sm, stage, t, x);
-    float top[kRows / 4], shift[kRows / 4], scale[kRows / 4];
-    smla_hopper_top_few<kRows>(sm, stage, t, log2_k, rows.factor, x, top);
-    smla_hopper_add_few(sm, t, rows);
+    for (int n = 0; n < kRows / 4; ++n) {
+        const float4 v = *reinterpret_cast<const float4 *>(tops.of[8 * (n >> 1) + 2 * q + (n & 1)]);
+        top[n] = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+    }
+    SMLA_UNROLL
+    for (int n = 0; n < kRows / 8; ++n) {
+        const float4 v = smla_hopper_logits(sm, buffer, n)[t];
+        x[4 * n] = v.x, x[4 * n + 1] = v.y, x[4 * n + 2] = v.z, x[4 * n + 3] = v.w;
+    }
+    smla_bar_sync(smla_kBarSums, 128);
+    if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.logits_empty[buffer]));
     smla_hopper_move_few<kRows>(sm, stage, t, top, rows);
     SMLA_UNROLL
     for (int n = 0; n < kRows / 4; ++n) {
@@ -4165,18 +4225,19 @@ SMLA_DEV void smla_hopper_block_few(smla_hopper_smem &sm, int stage, uint32_t pa
         shift[n] = none ? 0.0f : smla_kLog2E4m3Max - top[n];
         scale[n] = none ? 0.0f : smla_ex2(top[n] - smla_kLog2E4m3Max - rows.ref[n]);
     }
+    smla_hopper_weights_few<kRows>(block, t, k, rows.factor, shift, x);
     if (t < 4) {
         SMLA_UNROLL
         for (int j = 0; j < kRows / 8; ++j)
             block.block_scale[t][j] = smla_cvt_bf16x2(scale[2 * j], scale[2 * j + 1]);
     }
-    smla_hopper_weights_few<kRows>(block, t, k, rows.factor, shift, x);
     smla_fence_async();
     __syncwarp();
     if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
-    smla_hopper_sums_few<kRows>(smla_hopper_sums_of(sm, stage), t, k, x);
+    smla_hopper_add_few(sm, t, rows);
+    smla_hopper_sums_few<kRows>(smla_hopper_sums_of(sm, buffer, t >> 5), t, k, x);
     rows.scale = smla_hopper_own(scale, t >> 2 & 7);
-    rows.waiting = stage;
+    rows.waiting = buffer;
 }
 
 /* The end of a split: the quarters of a row become one. */
@@ -4184,14 +4245,14 @@ template <int kRows>
 SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, smla_hopper_few<kRows> &rows)
 {
     const int g = t >> 2 & 7, q = t & 3;
-    smla_bar_sync(smla_kBarRows, 128);
+    smla_bar_sync(smla_kBarSums, 128);
     smla_hopper_add_few(sm, t, rows);
     if (g < kRows / 4) {
         const int row = 8 * (g >> 1) + 2 * q + (g & 1);
         sm.flushed[(t >> 5) * smla_kFewRows + row] = make_float2(rows.l, rows.flushed);
         if (t < 32) stat[row].x = smla_hopper_own(rows.ref, g);
     }
-    smla_bar_sync(smla_kBarRows, 128);
+    smla_bar_sync(smla_kBarSums, 128);
     if (t >= kRows) return;
     const float2 *part = sm.flushed + t;
     float2 sum[4];
@@ -4204,18 +4265,30 @@ SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, sml
 }
 
 template <int kRows>
-SMLA_DEV void smla_hopper_softmax_few(smla_hopper_smem &sm, const smla_decode_params &p)
+SMLA_DEV void smla_hopper_few_weights(smla_hopper_smem &sm, const smla_decode_params &p)
 {
     const int t = threadIdx.x & 127;
     smla_ring ring = {0};
+    smla_handover from = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        if (index > 0 && s.end > s.begin) smla_hopper_next_q<kRows>(sm, p, s, index, t >> 5, ring);
+        ring.block += smla_query_stages(p, s, index); /* those are for scores */
         smla_hopper_few<kRows> rows;
-        smla_hopper_begin_few(sm, p, s, t, rows);
+        SMLA_UNROLL
+        for (int n = 0; n < kRows / 4; ++n) rows.ref[n] = smla_neg_inf();
+        rows.l = rows.flushed = rows.scale = 0.0f;
+        rows.waiting = -1;
         const uint32_t end = ring.block + smla_split_blocks(s);
+        if (ring.block != end) { /* scores has written the factors */
+            smla_mbarrier_wait(smla_smem_addr(&sm.logits_full[from.buffer()]), from.parity());
+            SMLA_UNROLL
+            for (int n = 0; n < kRows / 4; ++n)
+                rows.factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
+        }
 #pragma unroll 1
-        for (; ring.block != end; ++ring.block)
-            smla_hopper_block_few(sm, ring.stage(), ring.parity(), t, rows);
+        for (; ring.block != end; ++ring.block) {
+            smla_hopper_weights_block(sm, ring.stage(), t, from, rows);
+            ++from.count;
+        }
         smla_hopper_end_few(sm, sm.stat[index & 1], t, rows);
         __syncwarp();
         if (t == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
@@ -4439,19 +4512,23 @@ template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &s
     }
     for (int i = 0; i < 2; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.split_full[i]), 1);
-        smla_mbarrier_init(smla_smem_addr(&sm.split_empty[i]), 8 + 4 + 1 + kSumWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.split_empty[i]),
+                           smla_hopper_roles<kRows>::kThreads / 32 - 3 + kSumWarps); /* not load's */
+        smla_mbarrier_init(smla_smem_addr(&sm.logits_full[i]), 4);
+        smla_mbarrier_init(smla_smem_addr(&sm.logits_empty[i]), 4);
         smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), kStatWarps + kSumWarps);
     }
 }
 
 template <int kRows>
-static __global__ void __launch_bounds__(smla_kHopperThreads, 1)
+static __global__ void __launch_bounds__(smla_hopper_roles<kRows>::kThreads, 1)
 snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
                              const __grid_constant__ smla_hopper_maps maps)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) uint8_t smla_hopper_shared[];
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
+    constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
     smla_cursor cursor = smla_first_split(p);
     const smla_split first = smla_hopper_split_from(p, cursor);
@@ -4460,20 +4537,28 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         if ((threadIdx.x & 31) == 0) smla_hopper_init_barriers<kRows>(sm);
         smla_fence_async();
         __syncwarp();
-        smla_bar_arrive(smla_kBarBegin, smla_kHopperThreads);
+        smla_bar_arrive(smla_kBarBegin, kThreads);
     } else {
         if (first.tile >= 0)
-            smla_hopper_load_q<kRows>(sm, p, first, warp - (warp > smla_kLoadWarp), 15);
-        smla_bar_sync(smla_kBarBegin, smla_kHopperThreads);
+            smla_hopper_load_q<kRows>(sm, p, first, warp - (warp > smla_kLoadWarp), kThreads / 32 - 1);
+        smla_bar_sync(smla_kBarBegin, kThreads);
     }
     if (wg < 2) {
         smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
         smla_hopper_values<kRows>(sm, p, wg);
     } else if (wg == 2) {
-        if (kRows == 64) smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
-        else smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
-        if constexpr (kRows == smla_kHopperTile) smla_hopper_softmax(sm, p);
-        else smla_hopper_softmax_few<kRows>(sm, p);
+        if constexpr (kRows == smla_kHopperTile) {
+            smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
+            smla_hopper_softmax(sm, p);
+        } else {
+            smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
+            smla_hopper_few_scores<kRows>(sm, p);
+        }
+    } else if (wg == 4) {
+        if constexpr (kRows != smla_kHopperTile) {
+            smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kWeightsRegs>();
+            smla_hopper_few_weights<kRows>(sm, p);
+        }
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
         if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
@@ -5288,7 +5373,7 @@ static inline snapmla_result smla_launch_hopper_rows(const smla_decode_params &p
 {
     void *arguments[] = {(void *)&p, (void *)&maps};
     return smla_launch((const void *)snapmla_decode_hopper_kernel<kRows>,
-                       (int64_t)p.policy.parts * p.group, smla_kHopperThreads,
+                       (int64_t)p.policy.parts * p.group, smla_hopper_roles<kRows>::kThreads,
                        sizeof(smla_hopper_smem), stream, arguments);
 }
 
