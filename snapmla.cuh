@@ -2166,6 +2166,7 @@ snapmla_plan_kernel(const __grid_constant__ smla_plan_params p)
     __shared__ int64_t line_total[32], split_total[32];
     __shared__ int64_t lines[smla_kPlanThreads + 32]; /* one, or one for each warp */
     __shared__ smla_cut cuts[smla_kMaxParts + 1];
+    smla_launch_dependents(); /* decode sets itself up meanwhile and waits for the end of this */
     const smla_policy &policy = p.policy;
     const smla_team team = policy.batch <= 32 ? smla_team{true, (int)threadIdx.x & 31, 32}
                                               : smla_team{false, (int)threadIdx.x, (int)blockDim.x};
@@ -4530,11 +4531,12 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
     constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
+    if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm);
+    smla_griddepcontrol_wait(); /* before anything of the caller's or the plan is read */
+    if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
     smla_cursor cursor = smla_first_split(p);
     const smla_split first = smla_hopper_split_from(p, cursor);
-    if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
     if (warp == smla_kLoadWarp) { /* must not wait for the others */
-        if ((threadIdx.x & 31) == 0) smla_hopper_init_barriers<kRows>(sm);
         smla_fence_async();
         __syncwarp();
         smla_bar_arrive(smla_kBarBegin, kThreads);
@@ -4571,16 +4573,20 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
 /* ================================================================================================
    >>combine    merges the splits of rows
 
-   A warp merges 128 dims of a row; where there are many splits, 2, 4 or 8 warps share them, a run
-   each, and the runs are added in ascending order.  How many depends on the number of splits alone,
-   and so do the bits.  A CTA of 8 warps takes 8, 4, 2 or 1 such slices of rows at a time: a task.
-   CTAs stride over all tasks, so that a few launched CTAs suffice whatever the plan has cut.
+   Where there are few splits, a warp merges 128 dims of a row and a CTA of 8 warps takes 8 such slices;
+   where there are more, a CTA merges 64 dims of a row: 16 half warps have a run of the splits each, and
+   the runs are added in ascending order.  Which it is depends on the number of splits alone, and so do
+   the bits.  That is a task; CTAs stride over all tasks, so that a few launched CTAs suffice whatever
+   the plan has cut.
    ============================================================================================== */
 SMLA_CONST int smla_kCombineThreads = 256;
 SMLA_CONST int smla_kCombineWarps = smla_kCombineThreads / 32;
-SMLA_CONST int smla_kSlice = 128; /* dims, 4 a lane */
-SMLA_CONST int smla_kSlices = smla_kLatent / smla_kSlice;
-SMLA_CONST int smla_kInFlight = 8; /* splits whose sums a warp loads at once */
+SMLA_CONST int smla_kInFlight = 8; /* splits whose sums a lane loads at once */
+SMLA_CONST int smla_kFewSplits = smla_kInFlight;
+SMLA_CONST int smla_kFewSlices = smla_kLatent / 128; /* of a row: 4 dims a lane */
+SMLA_CONST int smla_kManySlices = smla_kLatent / 64;
+SMLA_CONST int smla_kRuns = smla_kCombineThreads / 16;
+SMLA_CONST int smla_kSplitsAtOnce = smla_kCombineThreads; /* more go in several rounds */
 
 /* Where the splits of item `item` lie: slot_of(i), i < count. */
 struct smla_split_list {
@@ -4609,23 +4615,22 @@ SMLA_HD int64_t smla_slot_of(const smla_split_list &list, int32_t i)
     return 2 * (int64_t)(list.part + i) + (i == 0);
 }
 
-/* log2 of the number of warps that share the splits of a row */
-SMLA_HD int smla_combine_ways(int32_t count)
-{
-    return count <= 8 ? 0 : count <= 16 ? 1 : count <= 48 ? 2 : 3;
-}
-
 SMLA_HD int32_t smla_combine_tasks(int32_t count, int32_t rows)
 {
     if (count < 2) return 0;
-    return (rows * smla_kSlices + (smla_kCombineWarps >> smla_combine_ways(count)) - 1)
-         / (smla_kCombineWarps >> smla_combine_ways(count));
+    if (count > smla_kFewSplits) return rows * smla_kManySlices;
+    return (rows * smla_kFewSlices + smla_kCombineWarps - 1) / smla_kCombineWarps;
 }
+
+/* Run `run` of splits [0, count): from this one up to that of the next run. */
+SMLA_HD int32_t smla_combine_run(int32_t count, int32_t run) { return count * run / smla_kRuns; }
 
 struct smla_combine_smem {
     int32_t task_end[smla_kMaxParts]; /* balanced policy: of this part's list and all before */
     int32_t warp_tasks[smla_kCombineWarps];
-    float4 acc[smla_kCombineWarps][32];
+    float top[smla_kCombineWarps];
+    float weight[smla_kSplitsAtOnce];
+    float4 acc[smla_kRuns][16];
     float2 sums[smla_kCombineWarps]; /* l, lq */
 };
 
@@ -4677,57 +4682,136 @@ SMLA_DEV smla_split_list smla_combine_list(const smla_combine_smem &sm, const sm
 
 SMLA_DEV bool smla_no_keys(float4 stat) { return stat.x == smla_neg_inf() && stat.y == 0.0f; }
 
-/* Splits [from, to) of row r, dims 4 * lane .. +3 of a slice: *acc, and l and lq of these splits, all
-   relative to the largest m of the whole list, which is returned. */
-SMLA_DEV float smla_combine_run(const smla_decode_params &p, const smla_split_list &list, int32_t from,
-                                int32_t to, int32_t r, int32_t dim, float4 *acc, float2 *sums)
+/* A row of the output, and where a lane finds its dims in the partial sums of split i of a list. */
+struct smla_combine_row {
+    const float4 *acc; /* + i * acc_stride */
+    const float4 *stat;
+    int64_t acc_stride, stat_stride; /* of a slot */
+    int64_t request, row;
+    bool live;
+};
+
+SMLA_DEV smla_combine_row smla_combine_locate(const smla_decode_params &p, const smla_split_list &list,
+                                              int32_t r, int32_t dim, int32_t rows)
 {
-    const int lane = threadIdx.x & 31;
     const int64_t slot_rows = (int64_t)p.group * p.tile_rows;
-    const float4 *partial = reinterpret_cast<const float4 *>(p.partial_acc + r * smla_kLatent + dim);
-    float4 v[smla_kInFlight]; /* the first ones are on their way while m is found */
+    const int64_t request = smla_request_of(p.policy, list.item);
+    const int64_t tile_group = list.item - request * p.policy.groups;
+    const int64_t row = tile_group * slot_rows + r;
+    return {reinterpret_cast<const float4 *>(p.partial_acc + r * smla_kLatent + dim),
+            p.partial_stat + r, slot_rows * (smla_kLatent / 4), slot_rows, request, row,
+            r < rows && row < p.rows};
+}
+
+/* Sums of splits [from, from + smla_kInFlight), those below `to`. */
+SMLA_DEV void smla_combine_load(const smla_combine_row &row, const smla_split_list &list, int32_t from,
+                                int32_t to, float4 (&v)[smla_kInFlight])
+{
     SMLA_UNROLL
     for (int k = 0; k < smla_kInFlight; ++k)
-        if (from + k < to)
-            v[k] = __ldcg(partial + smla_slot_of(list, from + k) * slot_rows * (smla_kLatent / 4));
+        if (from + k < to) v[k] = __ldcg(row.acc + smla_slot_of(list, from + k) * row.acc_stride);
+}
 
-    float m = smla_neg_inf();
-    for (int32_t i = lane; i < list.count; i += 32)
-        m = fmaxf(m, __ldcg(&p.partial_stat[smla_slot_of(list, i) * slot_rows + r].x));
+/* m, l, lq of split i; without keys if it is not below `to`. */
+SMLA_DEV float4 smla_combine_stat(const smla_combine_row &row, const smla_split_list &list, int32_t i,
+                                  int32_t to)
+{
+    return i < to ? __ldcg(row.stat + smla_slot_of(list, i) * row.stat_stride)
+                  : make_float4(smla_neg_inf(), 0.0f, 0.0f, 0.0f);
+}
+
+/* A split's weight among those whose largest m is `top`; -1: no keys, its sums are not looked at. */
+SMLA_DEV float smla_combine_weight(float4 stat, float top)
+{
+    if (stat.x == smla_neg_inf() && stat.y == 0.0f) return -1.0f;
+    return smla_ex2(stat.x - (top == smla_neg_inf() ? 0.0f : top));
+}
+
+SMLA_DEV void smla_combine_add(float4 *acc, float4 v, float w)
+{
+    if (w < 0.0f) return; /* a NaN goes on */
+    acc->x += v.x * w;
+    acc->y += v.y * w;
+    acc->z += v.z * w;
+    acc->w += v.w * w;
+}
+
+SMLA_DEV void smla_combine_store(const smla_decode_params &p, const smla_combine_row &row, int32_t dim,
+                                 const float4 &acc, const smla_row_stat &stat)
+{
+    uint16_t *out = smla_out_row(p, row.request, (int32_t)row.row);
+    *reinterpret_cast<uint2 *>(out + dim) = smla_bf16x4(acc, smla_out_factor(stat));
+    if (dim == 0) smla_store_lse(p, row.request, (int32_t)row.row, stat);
+}
+
+/* A warp: up to smla_kFewSplits splits of slice `unit`. */
+SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_list &list, int32_t unit,
+                               int32_t rows)
+{
+    const int lane = threadIdx.x & 31;
+    const int32_t dim = unit % smla_kFewSlices * 128 + 4 * lane;
+    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kFewSlices, dim, rows);
+    if (!row.live) return;
+    float4 v[smla_kInFlight];
+    smla_combine_load(row, list, 0, list.count, v);
+    const float4 stat = smla_combine_stat(row, list, lane, list.count);
+    float m = stat.x;
     SMLA_UNROLL
     for (int d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-    const float shift = m == smla_neg_inf() ? 0.0f : m;
+    const float weight = smla_combine_weight(stat, m);
+    float l = weight < 0.0f ? 0.0f : stat.y * weight, lq = weight < 0.0f ? 0.0f : stat.z * weight;
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    SMLA_UNROLL
+    for (int k = 0; k < smla_kInFlight; ++k) {
+        const float w = __shfl_sync(~0u, weight, k);
+        if (k < list.count) smla_combine_add(&acc, v[k], w);
+    }
+    SMLA_UNROLL
+    for (int d = 16; d > 0; d /= 2) {
+        l += __shfl_xor_sync(~0u, l, d);
+        lq += __shfl_xor_sync(~0u, lq, d);
+    }
+    smla_combine_store(p, row, dim, acc, {m, l, lq});
+}
 
-    *acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float l = 0.0f, lq = 0.0f;
-    for (int32_t first = from; first < to; first += 32) {
-        float weight = -1.0f; /* no keys: the sums are not looked at */
-        if (first + lane < to) {
-            const float4 stat =
-                __ldcg(&p.partial_stat[smla_slot_of(list, first + lane) * slot_rows + r]);
-            if (!smla_no_keys(stat)) {
-                weight = smla_ex2(stat.x - shift);
-                l += stat.y * weight;
-                lq += stat.z * weight;
-            }
-        }
-        for (int j = 0; j < 32 && first + j < to; j += smla_kInFlight) {
-            if (first + j > from) {
-                SMLA_UNROLL
-                for (int k = 0; k < smla_kInFlight; ++k)
-                    if (first + j + k < to)
-                        v[k] = __ldcg(partial + smla_slot_of(list, first + j + k) * slot_rows
-                                                    * (smla_kLatent / 4));
-            }
+/* A CTA: any number of splits of slice `unit`. */
+SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params &p,
+                                const smla_split_list &list, int32_t unit, int32_t rows)
+{
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5, run = t >> 4;
+    const int32_t dim = unit % smla_kManySlices * 64 + 4 * (t & 15);
+    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kManySlices, dim, rows);
+    if (!row.live) return; /* all threads alike */
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float m = smla_neg_inf(), l = 0.0f, lq = 0.0f; /* of the splits that this thread has weighed */
+    for (int32_t first = 0; first < list.count; first += smla_kSplitsAtOnce) {
+        const int32_t count = smla_min(list.count - first, (int32_t)smla_kSplitsAtOnce);
+        const int32_t from = first + smla_combine_run(count, run);
+        const int32_t to = first + smla_combine_run(count, run + 1);
+        float4 v[smla_kInFlight];
+        smla_combine_load(row, list, from, to, v);
+        const float4 stat = smla_combine_stat(row, list, first + t, first + count);
+        float top = stat.x;
+        SMLA_UNROLL
+        for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        __syncthreads(); /* the round before is done with shared memory */
+        if (lane == 0) sm.top[warp] = top;
+        __syncthreads();
+        top = m;
+        SMLA_UNROLL
+        for (int w = 0; w < smla_kCombineWarps; ++w) top = fmaxf(top, sm.top[w]);
+        const float alpha = m == top ? 1.0f : smla_ex2(m - top), weight = smla_combine_weight(stat, top);
+        m = top;
+        l = l * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);
+        lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);
+        acc = make_float4(acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha);
+        sm.weight[t] = weight;
+        __syncthreads();
+        for (int32_t i = from; i < to; i += smla_kInFlight) {
+            if (i > from) smla_combine_load(row, list, i, to, v);
             SMLA_UNROLL
-            for (int k = 0; k < smla_kInFlight; ++k) {
-                const float w = __shfl_sync(~0u, weight, j + k);
-                if (first + j + k >= to || w < 0.0f) continue; /* a NaN goes on */
-                acc->x += v[k].x * w;
-                acc->y += v[k].y * w;
-                acc->z += v[k].z * w;
-                acc->w += v[k].w * w;
-            }
+            for (int k = 0; k < smla_kInFlight; ++k)
+                if (i + k < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);
         }
     }
     SMLA_UNROLL
@@ -4735,44 +4819,19 @@ SMLA_DEV float smla_combine_run(const smla_decode_params &p, const smla_split_li
         l += __shfl_xor_sync(~0u, l, d);
         lq += __shfl_xor_sync(~0u, lq, d);
     }
-    *sums = make_float2(l, lq);
-    return m;
-}
-
-SMLA_DEV void smla_combine_task(smla_combine_smem &sm, const smla_decode_params &p,
-                                const smla_split_list &list, int64_t task, int32_t rows)
-{
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int log_ways = smla_combine_ways(list.count), ways = 1 << log_ways, way = warp & (ways - 1);
-    const int32_t unit = (int32_t)(task * (smla_kCombineWarps >> log_ways)) + (warp >> log_ways);
-    const int32_t r = unit / smla_kSlices, dim = unit % smla_kSlices * smla_kSlice + 4 * lane;
-    const int64_t request = smla_request_of(p.policy, list.item);
-    const int64_t tile_group = list.item - request * p.policy.groups;
-    const int64_t row = tile_group * p.group * p.tile_rows + r;
-    const bool live = r < rows && row < p.rows;
-
-    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float2 sums = make_float2(0.0f, 0.0f);
-    float m = smla_neg_inf();
-    if (live)
-        m = smla_combine_run(p, list, list.count * way >> log_ways,
-                             list.count * (way + 1) >> log_ways, r, dim, &acc, &sums);
-    if (ways > 1) {
-        __syncthreads(); /* the task before is done with shared memory */
-        sm.acc[warp][lane] = acc;
-        if (lane == 0) sm.sums[warp] = sums;
-        __syncthreads();
-        for (int w = 1; way == 0 && w < ways; ++w) {
-            const float4 a = sm.acc[warp + w][lane];
-            acc = make_float4(acc.x + a.x, acc.y + a.y, acc.z + a.z, acc.w + a.w);
-            sums = make_float2(sums.x + sm.sums[warp + w].x, sums.y + sm.sums[warp + w].y);
-        }
+    sm.acc[run][t & 15] = acc;
+    if (lane == 0) sm.sums[warp] = make_float2(l, lq);
+    __syncthreads();
+    if (run != 0) return;
+    SMLA_UNROLL
+    for (int i = 1; i < smla_kRuns; ++i) smla_combine_add(&acc, sm.acc[i][t], 1.0f);
+    smla_row_stat all = {m, 0.0f, 0.0f};
+    SMLA_UNROLL
+    for (int w = 0; w < smla_kCombineWarps; ++w) {
+        all.l += sm.sums[w].x;
+        all.lq += sm.sums[w].y;
     }
-    if (!live || way != 0) return;
-    const smla_row_stat stat = {m, sums.x, sums.y};
-    uint16_t *out = smla_out_row(p, request, (int32_t)row);
-    *reinterpret_cast<uint2 *>(out + dim) = smla_bf16x4(acc, smla_out_factor(stat));
-    if (dim == 0) smla_store_lse(p, request, (int32_t)row, stat);
+    smla_combine_store(p, row, dim, acc, all);
 }
 
 /* rows: of an item, at most; item_tasks: fixed policy, tasks of an item with the most splits. */
@@ -4781,17 +4840,19 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
 {
     __shared__ smla_combine_smem sm;
     /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
-       have started, and where decode itself overlaps the plan, it must not call
-       smla_launch_dependents() before its own wait. */
+       have passed their own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
     int64_t task = blockIdx.x, in_list = task;
     smla_split_list list = {};
     if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
+    smla_launch_dependents();
     while (task < tasks) {
-        if (in_list < smla_combine_tasks(list.count, rows))
-            smla_combine_task(sm, p, list, in_list, rows);
+        if (in_list < smla_combine_tasks(list.count, rows)) {
+            if (list.count > smla_kFewSplits) smla_combine_many(sm, p, list, (int32_t)in_list, rows);
+            else smla_combine_few(p, list, (int32_t)in_list * smla_kCombineWarps + (threadIdx.x >> 5), rows);
+        }
         in_list = task += gridDim.x;
         if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     }
@@ -5372,9 +5433,9 @@ static inline snapmla_result smla_launch_hopper_rows(const smla_decode_params &p
                                                      cudaStream_t stream)
 {
     void *arguments[] = {(void *)&p, (void *)&maps};
-    return smla_launch((const void *)snapmla_decode_hopper_kernel<kRows>,
-                       (int64_t)p.policy.parts * p.group, smla_hopper_roles<kRows>::kThreads,
-                       sizeof(smla_hopper_smem), stream, arguments);
+    return smla_launch_overlapping((const void *)snapmla_decode_hopper_kernel<kRows>,
+                                   (int64_t)p.policy.parts * p.group, smla_hopper_roles<kRows>::kThreads,
+                                   sizeof(smla_hopper_smem), stream, arguments);
 }
 
 static inline snapmla_result smla_launch_hopper(const smla_decode_params &p, int64_t pages,
@@ -5409,8 +5470,8 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
         const int64_t most = smla_ceil_div(blocks, p.policy.split_blocks);
         item_tasks = smla_combine_tasks((int32_t)smla_min(most, (int64_t)INT_MAX), rows);
         tasks = items * item_tasks;
-    } else { /* n splits take at most n / 2 times the tasks of a list of two */
-        tasks = (int64_t)p.policy.parts * smla_combine_tasks(2, rows);
+    } else {
+        tasks = (int64_t)p.policy.parts * smla_combine_tasks(smla_kFewSplits + 1, rows);
     }
     const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
     void *arguments[] = {(void *)&p, &rows, &item_tasks};

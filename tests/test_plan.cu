@@ -494,16 +494,17 @@ static void test_combine_tasks(void **state)
 {
     (void)state;
     for (int32_t count = 0; count <= 3000; count++) {
-        const int ways = 1 << smla_combine_ways(count), at_once = smla_kCombineWarps / ways;
-        int32_t next = 0;
-        for (int way = 0; way < ways; way++) {
-            const int32_t from = count * way / ways, to = count * (way + 1) / ways;
-            TU_CHECK(from == next && (count < 2 || to > from), "%d splits, run %d", count, way);
-            next = to;
+        const int many = count > smla_kFewSplits, at_once = many ? 1 : smla_kCombineWarps;
+        for (int32_t first = 0; many && first < count; first += smla_kSplitsAtOnce) {
+            const int32_t n = smla_min(count - first, (int32_t)smla_kSplitsAtOnce);
+            TU_CHECK(smla_combine_run(n, 0) == 0 && smla_combine_run(n, smla_kRuns) == n,
+                     "%d splits: ends of the runs", n);
+            for (int run = 0; run < smla_kRuns; run++)
+                TU_CHECK(smla_combine_run(n, run) <= smla_combine_run(n, run + 1), "run %d", run);
         }
-        TU_CHECK_INT(next, count);
         for (int32_t rows = 1; rows <= 512; rows += 1 + rows / 20) {
-            const int64_t tasks = smla_combine_tasks(count, rows), slices = rows * smla_kSlices;
+            const int64_t tasks = smla_combine_tasks(count, rows);
+            const int64_t slices = rows * (int64_t)(many ? smla_kManySlices : smla_kFewSlices);
             if (count < 2) TU_CHECK_INT(tasks, 0);
             else
                 TU_CHECK(tasks * at_once >= slices && (tasks - 1) * at_once < slices,
