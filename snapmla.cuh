@@ -4406,21 +4406,17 @@ struct alignas(16) smla_hopper_out_row {
     int64_t offset; /* elements from p.out */
 };
 
-/* One thread a row: lse, or the row's part of the partial result; stat becomes an out_row. */
-template <int kRows>
-SMLA_DEV void smla_hopper_finish_row(float4 *stats, const smla_decode_params &p,
-                                     const smla_split &s, int r)
+/* One thread a row: lse; stat becomes an out_row. */
+SMLA_DEV void smla_hopper_finish_row(float4 *out_row, const smla_decode_params &p, int64_t request,
+                                     int32_t row)
 {
-    const smla_row_stat stat = {stats[r].x, stats[r].y, stats[r].z + stats[r].w};
-    const int32_t row = s.tile * kRows + r;
+    const smla_row_stat stat = {out_row->x, out_row->y, out_row->z + out_row->w};
     smla_hopper_out_row o = {smla_out_factor(stat), row < p.rows, 0};
     if (row < p.rows) {
-        o.offset = smla_out_row(p, s.request, row) - p.out;
-        const int64_t partial = (s.slot * p.group + s.tile % p.group) * kRows;
-        if (s.slot < 0) smla_store_lse(p, s.request, row, stat);
-        else p.partial_stat[partial + r] = make_float4(stat.m, stat.l, stat.lq, 0.0f);
+        o.offset = smla_out_row(p, request, row) - p.out;
+        smla_store_lse(p, request, row, stat);
     }
-    *reinterpret_cast<smla_hopper_out_row *>(&stats[r]) = o;
+    *reinterpret_cast<smla_hopper_out_row *>(out_row) = o;
 }
 
 /* A split that is one of several: its sums, of all rows of the tile, to the workspace. */
@@ -4466,13 +4462,16 @@ SMLA_DEV void smla_hopper_store(float4 *stats, const smla_decode_params &p, cons
                                 int wg, const smla_hopper_acc<kRows> &acc)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, q = lane & 3;
-    const int dim = 256 * wg + 16 * warp + 2 * g;
-    if (threadIdx.x < kRows) smla_hopper_finish_row<kRows>(stats, p, s, threadIdx.x);
+    const int dim = 256 * wg + 16 * warp + 2 * g, r = threadIdx.x;
     if (s.slot >= 0) {
         const int64_t rows = (s.slot * p.group + s.tile % p.group) * kRows;
         smla_hopper_store_partial<kRows>(p.partial_acc + rows * smla_kLatent + dim, q, acc);
+        if (r < kRows)
+            p.partial_stat[rows + r] =
+                make_float4(stats[r].x, stats[r].y, stats[r].z + stats[r].w, 0.0f);
         return;
     }
+    if (r < kRows) smla_hopper_finish_row(&stats[r], p, s.request, s.tile * kRows + r);
     smla_bar_sync(smla_kBarStore, 256);
     smla_hopper_store_out<kRows>(stats, p.out + dim, q, acc);
 }
@@ -4574,10 +4573,10 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
    >>combine    merges the splits of rows
 
    Where there are few splits, a warp merges 128 dims of a row and a CTA of 8 warps takes 8 such slices;
-   where there are more, a CTA merges 64 dims of a row: 16 half warps have a run of the splits each, and
-   the runs are added in ascending order.  Which it is depends on the number of splits alone, and so do
-   the bits.  That is a task; CTAs stride over all tasks, so that a few launched CTAs suffice whatever
-   the plan has cut.
+   where there are more, 4, 8 or 16 half warps merge 64 dims of a row, a run of the splits each, and the
+   runs are added in ascending order: a CTA of 16 half warps takes 4, 2 or 1 slices of a row.  Which it
+   is depends on the number of splits alone, and so do the bits.  That is a task; CTAs stride over all
+   tasks, so that a few launched CTAs suffice whatever the plan has cut.
    ============================================================================================== */
 SMLA_CONST int smla_kCombineThreads = 256;
 SMLA_CONST int smla_kCombineWarps = smla_kCombineThreads / 32;
@@ -4585,7 +4584,7 @@ SMLA_CONST int smla_kInFlight = 8; /* splits whose sums a lane loads at once */
 SMLA_CONST int smla_kFewSplits = smla_kInFlight;
 SMLA_CONST int smla_kFewSlices = smla_kLatent / 128; /* of a row: 4 dims a lane */
 SMLA_CONST int smla_kManySlices = smla_kLatent / 64;
-SMLA_CONST int smla_kRuns = smla_kCombineThreads / 16;
+SMLA_CONST int smla_kHalfWarps = smla_kCombineThreads / 16;
 SMLA_CONST int smla_kSplitsAtOnce = smla_kCombineThreads; /* more go in several rounds */
 
 /* Where the splits of item `item` lie: slot_of(i), i < count. */
@@ -4615,22 +4614,29 @@ SMLA_HD int64_t smla_slot_of(const smla_split_list &list, int32_t i)
     return 2 * (int64_t)(list.part + i) + (i == 0);
 }
 
+/* log2 of the number of runs into which more than smla_kFewSplits splits are cut */
+SMLA_HD int smla_combine_log_runs(int32_t count) { return count <= 32 ? 2 : count <= 96 ? 3 : 4; }
+
 SMLA_HD int32_t smla_combine_tasks(int32_t count, int32_t rows)
 {
     if (count < 2) return 0;
-    if (count > smla_kFewSplits) return rows * smla_kManySlices;
+    if (count > smla_kFewSplits)
+        return rows * (smla_kManySlices << smla_combine_log_runs(count)) / smla_kHalfWarps;
     return (rows * smla_kFewSlices + smla_kCombineWarps - 1) / smla_kCombineWarps;
 }
 
 /* Run `run` of splits [0, count): from this one up to that of the next run. */
-SMLA_HD int32_t smla_combine_run(int32_t count, int32_t run) { return count * run / smla_kRuns; }
+SMLA_HD int32_t smla_combine_run(int32_t count, int32_t run, int log_runs)
+{
+    return count * run >> log_runs;
+}
 
 struct smla_combine_smem {
     int32_t task_end[smla_kMaxParts]; /* balanced policy: of this part's list and all before */
     int32_t warp_tasks[smla_kCombineWarps];
     float top[smla_kCombineWarps];
     float weight[smla_kSplitsAtOnce];
-    float4 acc[smla_kRuns][16];
+    float4 acc[smla_kHalfWarps][16];
     float2 sums[smla_kCombineWarps]; /* l, lq */
 };
 
@@ -4774,11 +4780,13 @@ SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_lis
     smla_combine_store(p, row, dim, acc, {m, l, lq});
 }
 
-/* A CTA: any number of splits of slice `unit`. */
+/* A CTA: any number of splits of one, two or four slices of a row. */
 SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params &p,
-                                const smla_split_list &list, int32_t unit, int32_t rows)
+                                const smla_split_list &list, int32_t task, int32_t rows)
 {
-    const int t = threadIdx.x, lane = t & 31, warp = t >> 5, run = t >> 4;
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5, log_runs = smla_combine_log_runs(list.count);
+    const int run = t >> 4 & ((1 << log_runs) - 1);
+    const int32_t unit = (task * smla_kHalfWarps >> log_runs) + (t >> (4 + log_runs));
     const int32_t dim = unit % smla_kManySlices * 64 + 4 * (t & 15);
     const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kManySlices, dim, rows);
     if (!row.live) return; /* all threads alike */
@@ -4786,8 +4794,8 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
     float m = smla_neg_inf(), l = 0.0f, lq = 0.0f; /* of the splits that this thread has weighed */
     for (int32_t first = 0; first < list.count; first += smla_kSplitsAtOnce) {
         const int32_t count = smla_min(list.count - first, (int32_t)smla_kSplitsAtOnce);
-        const int32_t from = first + smla_combine_run(count, run);
-        const int32_t to = first + smla_combine_run(count, run + 1);
+        const int32_t from = first + smla_combine_run(count, run, log_runs);
+        const int32_t to = first + smla_combine_run(count, run + 1, log_runs);
         float4 v[smla_kInFlight];
         smla_combine_load(row, list, from, to, v);
         const float4 stat = smla_combine_stat(row, list, first + t, first + count);
@@ -4819,12 +4827,11 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
         l += __shfl_xor_sync(~0u, l, d);
         lq += __shfl_xor_sync(~0u, lq, d);
     }
-    sm.acc[run][t & 15] = acc;
+    sm.acc[t >> 4][t & 15] = acc;
     if (lane == 0) sm.sums[warp] = make_float2(l, lq);
     __syncthreads();
     if (run != 0) return;
-    SMLA_UNROLL
-    for (int i = 1; i < smla_kRuns; ++i) smla_combine_add(&acc, sm.acc[i][t], 1.0f);
+    for (int i = 1; i < 1 << log_runs; ++i) smla_combine_add(&acc, sm.acc[(t >> 4) + i][t & 15], 1.0f);
     smla_row_stat all = {m, 0.0f, 0.0f};
     SMLA_UNROLL
     for (int w = 0; w < smla_kCombineWarps; ++w) {

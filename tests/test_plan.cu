@@ -494,13 +494,16 @@ static void test_combine_tasks(void **state)
 {
     (void)state;
     for (int32_t count = 0; count <= 3000; count++) {
-        const int many = count > smla_kFewSplits, at_once = many ? 1 : smla_kCombineWarps;
+        const int many = count > smla_kFewSplits, log_runs = smla_combine_log_runs(count);
+        const int at_once = many ? smla_kHalfWarps >> log_runs : smla_kCombineWarps;
         for (int32_t first = 0; many && first < count; first += smla_kSplitsAtOnce) {
             const int32_t n = smla_min(count - first, (int32_t)smla_kSplitsAtOnce);
-            TU_CHECK(smla_combine_run(n, 0) == 0 && smla_combine_run(n, smla_kRuns) == n,
+            TU_CHECK(smla_combine_run(n, 0, log_runs) == 0
+                         && smla_combine_run(n, 1 << log_runs, log_runs) == n,
                      "%d splits: ends of the runs", n);
-            for (int run = 0; run < smla_kRuns; run++)
-                TU_CHECK(smla_combine_run(n, run) <= smla_combine_run(n, run + 1), "run %d", run);
+            for (int run = 0; run < 1 << log_runs; run++)
+                TU_CHECK(smla_combine_run(n, run, log_runs) <= smla_combine_run(n, run + 1, log_runs),
+                         "run %d", run);
         }
         for (int32_t rows = 1; rows <= 512; rows += 1 + rows / 20) {
             const int64_t tasks = smla_combine_tasks(count, rows);
