@@ -120,6 +120,11 @@
        it, and m follows the largest x + log2 k_s, only where that has grown by 60 binades.
        Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
        (a token whose k_s is tiny beside its neighbours') the exact one is taken.
+       SNAPMLA_MODE_PRECISE leaves no rounding but the cache's own that counts.  A BF16 q gets a power of
+       two for q_s, 2^8 <= amax|latent| / q_s < 2^9, and its latent becomes f16, which changes nothing
+       above 2^-25 of that amax; its rope stays the bf16 that it is.  p8 becomes the f16 of f / S', 11
+       bits down to 2^-22 of the block's largest, with the same S' and lq: a block of one dominant token
+       still returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
        give the bits of s_q calls with one.
@@ -132,7 +137,7 @@
        decode kernel    a CTA walks over its part, split by split; whole requests are written as BF16,
                         cut ones as f32 partial sums
            >>general    cache --cp.async--> two stages --e4m3 to f16--> mma.sync scores
-                        --> base-2 softmax, P to e4m3 --> mma.sync values --> f32 sums
+                        --> base-2 softmax, P to e4m3 (precise: f16) --> mma.sync values --> f32 sums
            >>hopper     load warp --TMA--> four stages --> softmax warpgroup: wgmma scores, P to e4m3
                         --> two values warpgroups: V turned in registers, wgmma, f32 sums
        combine          merges the splits of cut requests in ascending order; on the Hopper path it
@@ -140,9 +145,12 @@
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
-               but do not give the same bits.
+               but do not give the same bits.  SNAPMLA_MODE_PRECISE exists on the general path only:
+               SNAPMLA_PATH_AUTO takes that one for it, on every device, and with SNAPMLA_PATH_SM90 it is
+               SNAPMLA_ERROR_MODE_PATH.
 
-   LIMITS      latent 512 and rope 64 only; batch * s_q * heads up to 2^30.
+   LIMITS      latent 512 and rope 64 only; the precise mode on the general path only;
+               batch * s_q * heads up to 2^30.
 
    HISTORY     0.1.0   first version
 
@@ -261,7 +269,8 @@ extern "C" {
     X(SNAPMLA_ERROR_SOURCE_ALIGN, -71, "source or a source stride is not aligned as documented")   \
     X(SNAPMLA_ERROR_SOURCE_STRIDE, -72, "a source stride is smaller than a row or page, or too large") \
     X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, seq_lens or another table is misaligned")        \
-    X(SNAPMLA_ERROR_LSE_ALIGN, -74, "lse or part_lse is not 4-byte aligned")
+    X(SNAPMLA_ERROR_LSE_ALIGN, -74, "lse or part_lse is not 4-byte aligned")                       \
+    X(SNAPMLA_ERROR_MODE_PATH, -75, "the path given does not have this mode")
 
 typedef enum snapmla_result {
 #define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
@@ -282,8 +291,10 @@ typedef enum snapmla_path {
     SNAPMLA_PATH_FORCE_INT = 0x7fffffff
 } snapmla_path;
 
+/* Which roundings there are beside the cache's own: see NUMERICS in the manual. */
 typedef enum snapmla_mode {
     SNAPMLA_MODE_DEFAULT = 0, /* P and Q rounded once to e4m3, as in the SnapMLA paper */
+    SNAPMLA_MODE_PRECISE = 1, /* P and a BF16 q not rounded to e4m3; on SNAPMLA_PATH_GENERAL only */
     SNAPMLA_MODE_FORCE_INT = 0x7fffffff
 } snapmla_mode;
 
@@ -320,7 +331,7 @@ typedef struct snapmla_step {
                                 batch (needs max_seq_len, which sizes the workspace) */
     int32_t sm_count;        /* SMs to spread over; 0 = all SMs of the current device */
     snapmla_mode mode;       /* 0 = SNAPMLA_MODE_DEFAULT */
-    snapmla_path path;       /* 0 = the best one for the device and shape */
+    snapmla_path path;       /* 0 = the best one for the device, shape and mode */
     const int32_t *seq_lens; /* device, i32 [batch]: cached tokens of each request, <= 0 = none */
     void *plan;              /* device, 16-byte aligned; written by snapmla_plan() */
     size_t plan_bytes;       /* at least what snapmla_plan_bytes() says */
@@ -548,7 +559,7 @@ SNAPMLA_API snapmla_result snapmla_copy_pages(const snapmla_copy_pages_desc *des
 /* Quantise tokens of a cache in another format into this one. */
 SNAPMLA_API snapmla_result snapmla_import(const snapmla_import_desc *desc);
 
-/* Bytes that step->plan needs for this batch, s_q, heads, format, policy, path and sm_count.
+/* Bytes that step->plan needs for this batch, s_q, heads, format, policy, mode, path and sm_count.
    seq_lens, plan and stream are not looked at. */
 SNAPMLA_API snapmla_result snapmla_plan_bytes(const snapmla_step *step, size_t *bytes);
 
@@ -627,8 +638,11 @@ SMLA_CONST int smla_kMergeRows = 1024;
 SMLA_CONST float smla_kLog2e = 1.4426950408889634f;
 SMLA_CONST float smla_kLn2 = 0.6931471805599453f;
 SMLA_CONST float smla_kE4m3Max = 448.0f;
-SMLA_CONST float smla_kE4m3MinNormal = 0.015625f; /* 2^-6 */
+SMLA_CONST float smla_kE4m3MinNormal = 0x1p-6f;
+SMLA_CONST float smla_kF16MinNormal = 0x1p-14f;
+SMLA_CONST uint32_t smla_kF16x2Max = 0x7bff7bffu; /* 65504 twice */
 SMLA_CONST float smla_kAmaxFloor = 1e-26f;
+SMLA_CONST uint32_t smla_kLeastExponent = 127 - 87; /* of the same, biased */
 SMLA_CONST float smla_k448thMost = 0x1.249248p-9f; /* 1 / 448, rounded towards zero, and the rest */
 SMLA_CONST float smla_k448thRest = 0x1.249248p-33f;
 SMLA_CONST float smla_kShrink = 0x1p-64f;
@@ -776,6 +790,14 @@ SMLA_DEV float smla_rcp_rn(float x) /* 1 / x */
     return y;
 }
 
+/* min.NaN.f16x2: the smaller of each pair of f16; NaN if one of them is.  PTX ISA "min", 7.0 */
+SMLA_DEV uint32_t smla_min_nan_f16x2(uint32_t a, uint32_t b)
+{
+    uint32_t y;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 /* max.NaN.bf16x2: the greater of each pair of bf16; NaN if one of them is. */
 SMLA_DEV uint32_t smla_max_nan_bf16x2(uint32_t a, uint32_t b)
 {
@@ -867,6 +889,14 @@ SMLA_DEV float2 smla_f32x2_from_f16x2(uint32_t x)
     float2 y;
     asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
         "cvt.f32.f16 %0, lo;\ncvt.f32.f16 %1, hi;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+    return y;
+}
+
+/* Round to nearest even; too large becomes Inf. */
+SMLA_DEV uint32_t smla_f16x2_from_f32(float lo, float hi)
+{
+    uint32_t y; /* cvt.rn.f16x2.f32 d, hi, lo;  PTX ISA "cvt", 7.0 */
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
     return y;
 }
 
@@ -2241,6 +2271,7 @@ struct smla_decode_params {
     int32_t len_limit; /* min of max_seq_len and what the table holds */
     int32_t s_q, heads, rows; /* rows = s_q * heads, row = query token * heads + head */
     int32_t causal;
+    int32_t precise;   /* SNAPMLA_MODE_PRECISE */
     float scale_log2e; /* softmax_scale * log2(e): logits are kept in base 2 */
     const uint16_t *q; /* bf16, or NULL and the planes */
     int64_t q_batch_stride, q_token_stride, q_head_stride;
@@ -2434,7 +2465,8 @@ SMLA_DEV smla_quantised_row smla_load_q_row(const smla_decode_params &p, int64_t
      load     cp.async of the next block into the other of two stages
      scores   warp = one m16 row tile x 8 * kTiles tokens; e4m3 becomes f16 on the way to the tensor
               core, which makes every product and, to f32, every sum exact; rope in bf16
-     softmax  running maximum, block scale, P rounded to e4m3 and kept as the f16 of equal value
+     softmax  running maximum, block scale, P rounded to e4m3 and kept as the f16 of equal value, or,
+              in the precise mode, rounded to f16
      values   warp = 64 latent dims x all rows; V turned by ldmatrix.trans; a fresh accumulator per
               block, added to the f32 master with the block's scale
 
@@ -2460,17 +2492,16 @@ SMLA_DEV int smla_tid()
 
 SMLA_DEV int smla_swizzle(int row) { return (row & 1) << 2 | (row >> 2 & 3); }
 
-/* kHalfQ: the content of Q lies in shared memory as f16.  Else as e4m3, which fits into the 99 KB of
-   consumer GPUs but is converted again for every block, and conversions bound the speed of others. */
-template <int kTiles, bool kHalfQ> struct smla_general_smem {
+/* kRopes: stages of the rope part; 2, or 1 to fit into the 99 KB of consumer GPUs, where a block's
+   rope part is loaded when the scores of the block before are done. */
+template <int kTiles, int kRopes> struct smla_general_smem {
     static constexpr int kRows = 16 * kTiles;
     static constexpr int kTokenGroups = 8 / kTiles;
-    static constexpr int kQPitch = smla_kLatent * (kHalfQ ? 2 : 1);
     uint8_t content[2][smla_kBlock * smla_kLatent];
-    uint8_t rope[2][smla_kBlock * smla_kRope * 2];
-    uint8_t q_content[kRows * kQPitch];
+    uint8_t rope[kRopes][smla_kBlock * smla_kRope * 2];
+    uint8_t q_content[kRows * smla_kLatent * 2]; /* f16 */
     uint8_t q_rope[kRows * smla_kRope * 2];
-    uint8_t weight[kRows * smla_kPPitch]; /* P: f16, values of e4m3 */
+    uint8_t weight[kRows * smla_kPPitch]; /* P: f16, in the default mode values of e4m3 */
     float scale[2][smla_kBlock];          /* k_s */
     int32_t token[2][smla_kBlock];        /* token index; INT_MAX for one that does not count */
     float2 top[kRows][kTokenGroups];      /* maxima of logit, logit + log2 k_s */
@@ -2480,32 +2511,56 @@ template <int kTiles, bool kHalfQ> struct smla_general_smem {
     int32_t limit[kRows];                 /* the row sees the tokens below */
     smla_row_stat stat[kRows];            /* of the split so far; row threadIdx.x's own */
 };
+static_assert(sizeof(smla_general_smem<1, 1>) <= 99 * 1024, "runs on every GPU");
+
+/* Where this thread's token of a block lies; bytes = 0 for one that does not count, which is filled
+   with zeros. */
+struct smla_general_source {
+    smla_token from;
+    uint32_t bytes;
+};
+
+SMLA_DEV smla_general_source smla_general_find(const smla_decode_params &p, int32_t token,
+                                               int32_t end, int32_t page)
+{
+    const bool live = token < end && page >= 0;
+    const int32_t offset = token & ((1 << p.planes.page_shift) - 1);
+    return {live ? smla_locate(p.planes, page, offset) : smla_locate(p.planes, 0, 0),
+            live ? 16u : 0u};
+}
 
 /* This thread's share of a stage: a quarter of token threadIdx.x / 4. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_load(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
-                                int stage, int32_t token, int32_t end, int32_t page)
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_load_rope(smla_general_smem<kTiles, kRopes> &sm,
+                                     const smla_decode_params &p, int stage, int32_t token,
+                                     int32_t end, int32_t page)
 {
     const int t = threadIdx.x >> 2, quarter = threadIdx.x & 3;
-    const bool live = token < end && page >= 0;
-    const uint32_t bytes = live ? 16 : 0; /* what does not count is filled with zeros */
-    const int32_t offset = token & ((1 << p.planes.page_shift) - 1);
-    const smla_token from = live ? smla_locate(p.planes, page, offset) : smla_locate(p.planes, 0, 0);
-    const uint32_t content = smla_smem_addr(sm.content[stage] + t * smla_kLatent);
-    const uint32_t rope = smla_smem_addr(sm.rope[stage] + t * smla_kRope * 2);
-    SMLA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-        const int c = 4 * i + quarter;
-        smla_cp_async_16(content + 16 * (c ^ smla_swizzle(t)), from.content + 16 * c, bytes);
-    }
+    const smla_general_source s = smla_general_find(p, token, end, page);
+    const uint32_t rope = smla_smem_addr(sm.rope[stage % kRopes] + t * smla_kRope * 2);
     SMLA_UNROLL
     for (int i = 0; i < 2; ++i) {
         const int c = 4 * i + quarter;
-        smla_cp_async_16(rope + 16 * (c ^ smla_swizzle(t)), from.rope + 8 * c, bytes);
+        smla_cp_async_16(rope + 16 * (c ^ smla_swizzle(t)), s.from.rope + 8 * c, s.bytes);
+    }
+}
+
+/* The same of all but the rope part. */
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_load(smla_general_smem<kTiles, kRopes> &sm, const smla_decode_params &p,
+                                int stage, int32_t token, int32_t end, int32_t page)
+{
+    const int t = threadIdx.x >> 2, quarter = threadIdx.x & 3;
+    const smla_general_source s = smla_general_find(p, token, end, page);
+    const uint32_t content = smla_smem_addr(sm.content[stage] + t * smla_kLatent);
+    SMLA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+        const int c = 4 * i + quarter;
+        smla_cp_async_16(content + 16 * (c ^ smla_swizzle(t)), s.from.content + 16 * c, s.bytes);
     }
     if (quarter == 0) {
-        smla_cp_async_4(smla_smem_addr(&sm.scale[stage][t]), from.scale, live ? 4 : 0);
-        sm.token[stage][t] = live ? token : smla_kToEnd;
+        smla_cp_async_4(smla_smem_addr(&sm.scale[stage][t]), s.from.scale, s.bytes / 4);
+        sm.token[stage][t] = s.bytes > 0 ? token : smla_kToEnd;
     }
 }
 
@@ -2516,31 +2571,77 @@ SMLA_DEV int32_t smla_general_page(const smla_decode_params &p, const smla_split
     return p.block_table[s.request * p.table_stride + (token >> p.planes.page_shift)];
 }
 
-/* Eight latent dims, 8 * index and on, of row r of Q.  As f16 they fill a chunk, and the chunks of even
-   and odd index change places so that the reads below are free of bank conflicts. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_put_q(smla_general_smem<kTiles, kHalfQ> &sm, int r, int index, uint2 code)
+/* A row of Q as it lies in shared memory. */
+struct smla_general_row {
+    uint4 content[2]; /* f16 x 8 each */
+    uint32_t rope;    /* bf16 x 2 */
+    float scale;
+};
+
+SMLA_DEV uint4 smla_f16x8_from_e4m3x8(uint2 v)
 {
-    uint8_t *row = sm.q_content + r * smla_general_smem<kTiles, kHalfQ>::kQPitch;
-    if (kHalfQ) {
-        const int c = (index & ~7) + 4 * (index & 1) + (index >> 1 & 3);
-        *reinterpret_cast<uint4 *>(row + 16 * (c ^ smla_swizzle(r))) =
-            make_uint4(smla_f16x2_from_e4m3x2(code.x & 0xffffu), smla_f16x2_from_e4m3x2(code.x >> 16),
-                       smla_f16x2_from_e4m3x2(code.y & 0xffffu), smla_f16x2_from_e4m3x2(code.y >> 16));
-    } else {
-        *reinterpret_cast<uint2 *>(row + 16 * (index / 2 ^ smla_swizzle(r)) + 8 * (index & 1)) = code;
-    }
+    return make_uint4(smla_f16x2_from_e4m3x2(v.x & 0xffffu), smla_f16x2_from_e4m3x2(v.x >> 16),
+                      smla_f16x2_from_e4m3x2(v.y & 0xffffu), smla_f16x2_from_e4m3x2(v.y >> 16));
 }
 
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_load_q(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+SMLA_DEV uint4 smla_f16x8_from_bf16x8(uint4 v, float factor)
+{
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    uint32_t y[4];
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i)
+        y[i] = smla_f16x2_from_f32(smla_mul_rn(smla_bf16_lo(w[i]), factor),
+                                   smla_mul_rn(smla_bf16_hi(w[i]), factor));
+    return make_uint4(y[0], y[1], y[2], y[3]);
+}
+
+/* The precise mode's Q: the scale is a power of two that leaves 2^8 to 2^9 for the largest latent dim,
+   so that f16 and bf16 hold the row as it is, but for latent dims below 2^-25 of the largest. */
+SMLA_DEV smla_general_row smla_general_precise_row(const smla_row &row)
+{
+    smla_general_row y;
+    const uint32_t amax = smla_amax_bits(row);
+    const uint32_t exponent = smla_max(amax >> 7, smla_kLeastExponent);
+    const float inverse = __uint_as_float((127u + 127u + 8u - exponent) << 23);
+    y.content[0] = smla_f16x8_from_bf16x8(row.latent[0], inverse);
+    y.content[1] = smla_f16x8_from_bf16x8(row.latent[1], inverse);
+    y.rope = smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(row.rope), inverse),
+                            smla_mul_rn(smla_bf16_hi(row.rope), inverse));
+    y.scale = __uint_as_float(amax >= 0x7f80u ? smla_kNanF32 : (exponent - 8u) << 23);
+    return y;
+}
+
+SMLA_DEV smla_general_row smla_general_q_row(const smla_decode_params &p, int64_t request,
+                                             int32_t row)
+{
+    if (p.precise && p.q != nullptr) {
+        const uint16_t *q = smla_q_row(p, request, row);
+        return smla_general_precise_row(smla_load_row(q, q + smla_kLatent, true));
+    }
+    const smla_quantised_row y = smla_load_q_row(p, request, row);
+    return {{smla_f16x8_from_e4m3x8(y.content[0]), smla_f16x8_from_e4m3x8(y.content[1])},
+            y.rope, y.scale};
+}
+
+/* Eight latent dims, 8 * index and on, of row r of Q.  They fill a chunk, and the chunks of even and
+   odd index change places so that the reads below are free of bank conflicts. */
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_put_q(smla_general_smem<kTiles, kRopes> &sm, int r, int index, uint4 dims)
+{
+    const int c = (index & ~7) + 4 * (index & 1) + (index >> 1 & 3);
+    uint8_t *row = sm.q_content + r * smla_kLatent * 2;
+    *reinterpret_cast<uint4 *>(row + 16 * (c ^ smla_swizzle(r))) = dims;
+}
+
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_load_q(smla_general_smem<kTiles, kRopes> &sm, const smla_decode_params &p,
                                   const smla_split &s)
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     for (int r = warp; r < 16 * kTiles; r += 8) {
         const int32_t row = s.tile * 16 * kTiles + r;
-        smla_quantised_row y = {};
-        if (row < p.rows) y = smla_load_q_row(p, s.request, row);
+        smla_general_row y = {};
+        if (row < p.rows) y = smla_general_q_row(p, s.request, row);
         SMLA_UNROLL
         for (int i = 0; i < 2; ++i) smla_general_put_q(sm, r, 32 * i + lane, y.content[i]);
         *reinterpret_cast<uint32_t *>(sm.q_rope + r * smla_kRope * 2
@@ -2559,40 +2660,29 @@ SMLA_DEV uint4 smla_chunk(const uint8_t *rows, int pitch, int row, int chunk)
 }
 
 /* Dims 64 * j .. + 63 of a row tile of Q as the A operands of four k steps. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_get_q(const smla_general_smem<kTiles, kHalfQ> &sm, int tid, int row_tile,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_get_q(const smla_general_smem<kTiles, kRopes> &sm, int tid, int row_tile,
                                  int j, uint32_t (&a)[4][4])
 {
     const int g = (tid & 31) >> 2, q = tid & 3;
-    constexpr int kPitch = smla_general_smem<kTiles, kHalfQ>::kQPitch;
     SMLA_UNROLL
     for (int half = 0; half < 2; ++half) { /* rows g and g + 8 */
         const int row = 16 * row_tile + g + 8 * half;
-        if (kHalfQ) {
-            const uint4 lo = smla_chunk(sm.q_content, kPitch, row, 8 * j + q);
-            const uint4 hi = smla_chunk(sm.q_content, kPitch, row, 8 * j + 4 + q);
-            const uint32_t w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-            SMLA_UNROLL
-            for (int i = 0; i < 4; ++i) {
-                a[i][half] = w[2 * i];
-                a[i][half + 2] = w[2 * i + 1];
-            }
-        } else {
-            const uint4 code = smla_chunk(sm.q_content, kPitch, row, 4 * j + q);
-            const uint32_t w[4] = {code.x, code.y, code.z, code.w};
-            SMLA_UNROLL
-            for (int i = 0; i < 4; ++i) {
-                a[i][half] = smla_f16x2_from_e4m3x2(w[i] & 0xffffu);
-                a[i][half + 2] = smla_f16x2_from_e4m3x2(w[i] >> 16);
-            }
+        const uint4 lo = smla_chunk(sm.q_content, smla_kLatent * 2, row, 8 * j + q);
+        const uint4 hi = smla_chunk(sm.q_content, smla_kLatent * 2, row, 8 * j + 4 + q);
+        const uint32_t w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            a[i][half] = w[2 * i];
+            a[i][half + 2] = w[2 * i + 1];
         }
     }
 }
 
 /* Raw scores of this warp: s[n] = rows (16 * row_tile + g, + 8) x tokens (8 * (token_tile + n) + 2q,
    + 1).  Even and odd k steps run in two chains to halve the latency. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_scores(const smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_scores(const smla_general_smem<kTiles, kRopes> &sm, int stage, int row_tile,
                                   int token_tile, float (&s)[kTiles][4])
 {
     const int tid = smla_tid();
@@ -2620,8 +2710,8 @@ SMLA_DEV void smla_general_scores(const smla_general_smem<kTiles, kHalfQ> &sm, i
         const uint32_t even[4] = {a0.x, a1.x, a0.y, a1.y}, odd[4] = {a0.z, a1.z, a0.w, a1.w};
         SMLA_UNROLL
         for (int n = 0; n < kTiles; ++n) {
-            const uint4 b = smla_chunk(sm.rope[stage], smla_kRope * 2, 8 * (token_tile + n) + g,
-                                       4 * j + q);
+            const uint4 b = smla_chunk(sm.rope[stage % kRopes], smla_kRope * 2,
+                                       8 * (token_tile + n) + g, 4 * j + q);
             smla_mma_bf16(chain[0][n], even, b.x, b.y);
             smla_mma_bf16(chain[1][n], odd, b.z, b.w);
         }
@@ -2635,8 +2725,8 @@ SMLA_DEV void smla_general_scores(const smla_general_smem<kTiles, kHalfQ> &sm, i
 
 /* Scores to base-2 logits, -inf where the row does not see the token; the row maxima of this warp's
    tokens go to shared memory. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_logits(smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_logits(smla_general_smem<kTiles, kRopes> &sm, int stage, int row_tile,
                                   int token_tile, float (&s)[kTiles][4])
 {
     const int tid = smla_tid();
@@ -2672,8 +2762,8 @@ struct smla_row_step {
     float m, alpha, block_scale, inverse; /* m', 2^(m - m'), S', 448 / F */
 };
 
-template <int kTiles, bool kHalfQ>
-SMLA_DEV smla_row_step smla_general_step(const smla_general_smem<kTiles, kHalfQ> &sm, int row)
+template <int kTiles, int kRopes>
+SMLA_DEV smla_row_step smla_general_step(const smla_general_smem<kTiles, kRopes> &sm, int row)
 {
     float2 top = sm.top[row][0];
     SMLA_UNROLL
@@ -2693,12 +2783,21 @@ SMLA_DEV smla_row_step smla_general_step(const smla_general_smem<kTiles, kHalfQ>
     return y;
 }
 
+/* Two weights as the f16 that multiply V.  They are 448 at most but for rounding errors, which grow
+   with the logits, without end: e4m3 saturates, and f16 is made to. */
+SMLA_DEV uint32_t smla_general_round(bool precise, float lo, float hi)
+{
+    return precise ? smla_min_nan_f16x2(smla_f16x2_from_f32(lo, hi), smla_kF16x2Max)
+                   : smla_f16x2_from_e4m3x2(smla_e4m3x2_from_f32(lo, hi));
+}
+
 /* Logits to weights: P to shared memory, sums of the weights and of the rounded weights over each 8
    tokens likewise (so that the order of summation does not depend on kTiles). */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kHalfQ> &sm, int stage, int row_tile,
-                                   int token_tile, const float (&s)[kTiles][4])
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kRopes> &sm, bool precise, int stage,
+                                   int row_tile, int token_tile, const float (&s)[kTiles][4])
 {
+    const float least = precise ? smla_kF16MinNormal : smla_kE4m3MinNormal;
     const int tid = smla_tid();
     const int g = (tid & 31) >> 2, q = tid & 3;
     SMLA_UNROLL
@@ -2715,18 +2814,18 @@ SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kHalfQ> &sm, int st
             const float2 e = make_float2(smla_ex2(s[n][2 * half] - shift),
                                          smla_ex2(s[n][2 * half + 1] - shift));
             /* A masked token's k_s may be NaN, so its zero must not be a product. */
-            const uint32_t p = smla_f16x2_from_e4m3x2(
-                smla_e4m3x2_from_f32(e.x == 0.0f ? 0.0f : e.x * k_s.x * step.inverse,
-                                     e.y == 0.0f ? 0.0f : e.y * k_s.y * step.inverse));
+            const uint32_t p =
+                smla_general_round(precise, e.x == 0.0f ? 0.0f : e.x * k_s.x * step.inverse,
+                                   e.y == 0.0f ? 0.0f : e.y * k_s.y * step.inverse);
             *reinterpret_cast<uint32_t *>(sm.weight + row * smla_kPPitch + 2 * t) = p;
-            /* The denominator takes the weight that PV takes, unless e4m3 flushed it: a token whose
+            /* The denominator takes the weight that PV takes, unless it was flushed: a token whose
                k_s is tiny beside the block's largest keeps its mass. */
             const float2 v = smla_f32x2_from_f16x2(p);
             const float rounded_x = v.x * __fdividef(step.block_scale, k_s.x);
             const float rounded_y = v.y * __fdividef(step.block_scale, k_s.y);
             float2 sum = make_float2(e.x + e.y,
-                                     (v.x >= smla_kE4m3MinNormal ? rounded_x : e.x)
-                                         + (v.y >= smla_kE4m3MinNormal ? rounded_y : e.y));
+                                     (v.x >= least ? rounded_x : e.x)
+                                         + (v.y >= least ? rounded_y : e.y));
             SMLA_UNROLL
             for (int d = 1; d < 4; d *= 2) {
                 sum.x += __shfl_xor_sync(~0u, sum.x, d);
@@ -2738,8 +2837,8 @@ SMLA_DEV void smla_general_weights(smla_general_smem<kTiles, kHalfQ> &sm, int st
 }
 
 /* The block's sums of a row, in order of tokens, into the row's state. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kHalfQ> &sm, int row)
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kRopes> &sm, int row)
 {
     const float4 step = sm.step[row];
     float2 sum = sm.sum[row][0];
@@ -2753,8 +2852,8 @@ SMLA_DEV void smla_general_sum(smla_general_smem<kTiles, kHalfQ> &sm, int row)
 }
 
 /* P of one row tile and k step of 16 tokens as the A operand. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_load_p(const smla_general_smem<kTiles, kHalfQ> &sm, int row_tile, int k,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_load_p(const smla_general_smem<kTiles, kRopes> &sm, int row_tile, int k,
                                   uint32_t (&a)[4])
 {
     const int tid = smla_tid();
@@ -2769,8 +2868,8 @@ SMLA_DEV void smla_general_load_p(const smla_general_smem<kTiles, kHalfQ> &sm, i
 }
 
 /* V of 16 latent dims as two B operands, even dims and odd dims: b[k step][even, odd][2]. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_load_v(const smla_general_smem<kTiles, kHalfQ> &sm, int stage, int chunk,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_load_v(const smla_general_smem<kTiles, kRopes> &sm, int stage, int chunk,
                                   uint32_t (&b)[4][2][2])
 {
     const int lane = threadIdx.x & 31, r = lane & 7;
@@ -2796,8 +2895,8 @@ SMLA_DEV void smla_general_load_v(const smla_general_smem<kTiles, kHalfQ> &sm, i
 /* acc[row tile][16-dim chunk of this warp's 64][even, odd dims][4] */
 template <int kTiles> struct smla_general_acc { float v[kTiles][4][2][4]; };
 
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_values(const smla_general_smem<kTiles, kHalfQ> &sm, int stage,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_values(const smla_general_smem<kTiles, kRopes> &sm, int stage,
                                   smla_general_acc<kTiles> &acc)
 {
     const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2;
@@ -2835,8 +2934,8 @@ SMLA_DEV void smla_general_values(const smla_general_smem<kTiles, kHalfQ> &sm, i
 /* Tokens whose scale is NaN or Inf make the rows that see them NaN through their logits (Inf becomes
    NaN here, since a negative score would make it a silent 0); their V must not reach the other rows
    as 0 * NaN. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_clear_v(smla_general_smem<kTiles, kHalfQ> &sm, int stage)
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_clear_v(smla_general_smem<kTiles, kRopes> &sm, int stage)
 {
     const int t = threadIdx.x >> 2;
     const bool bad = !smla_is_finite(sm.scale[stage][t]);
@@ -2851,8 +2950,8 @@ SMLA_DEV void smla_general_clear_v(smla_general_smem<kTiles, kHalfQ> &sm, int st
 }
 
 /* The end of a split: the output itself, or the row's partial sums. */
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_store(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_store(smla_general_smem<kTiles, kRopes> &sm, const smla_decode_params &p,
                                  const smla_split &s, const smla_general_acc<kTiles> &acc)
 {
     const int tid = smla_tid();
@@ -2891,8 +2990,8 @@ SMLA_DEV void smla_general_store(smla_general_smem<kTiles, kHalfQ> &sm, const sm
     }
 }
 
-template <int kTiles, bool kHalfQ>
-SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const smla_decode_params &p,
+template <int kTiles, int kRopes>
+SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kRopes> &sm, const smla_decode_params &p,
                                  const smla_cursor &cursor)
 {
     const smla_split s = smla_split_at(p, cursor);
@@ -2901,9 +3000,13 @@ SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const sm
 
     const int blocks = s.end > s.begin ? (int)smla_ceil_div(s.end - s.begin, smla_kBlock) : 0;
     int32_t token = s.begin + (int32_t)(threadIdx.x >> 2); /* that this thread loads */
-    if (blocks > 0) smla_general_load(sm, p, 0, token, s.end, smla_general_page(p, s, token));
-    token += smla_kBlock;
     int32_t page = smla_general_page(p, s, token);
+    if (blocks > 0) {
+        smla_general_load(sm, p, 0, token, s.end, page);
+        smla_general_load_rope(sm, p, 0, token, s.end, page);
+    }
+    token += smla_kBlock;
+    page = smla_general_page(p, s, token);
     smla_general_load_q(sm, p, s);
 
     smla_general_acc<kTiles> acc = {};
@@ -2911,7 +3014,11 @@ SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const sm
         const int stage = i & 1;
         smla_cp_async_wait_all();
         __syncthreads(); /* block i has landed for all; all are done with block i - 1 */
-        if (i + 1 < blocks) smla_general_load(sm, p, stage ^ 1, token, s.end, page);
+        const int32_t next = token, next_page = page;
+        if (i + 1 < blocks) {
+            smla_general_load(sm, p, stage ^ 1, next, s.end, next_page);
+            if (kRopes == 2) smla_general_load_rope(sm, p, stage ^ 1, next, s.end, next_page);
+        }
         token += smla_kBlock;
         page = smla_general_page(p, s, token);
 
@@ -2921,7 +3028,9 @@ SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const sm
         smla_general_scores(sm, stage, row_tile, token_tile, x);
         smla_general_logits(sm, stage, row_tile, token_tile, x);
         __syncthreads();
-        smla_general_weights(sm, stage, row_tile, token_tile, x);
+        if (kRopes == 1 && i + 1 < blocks)
+            smla_general_load_rope(sm, p, stage ^ 1, next, s.end, next_page);
+        smla_general_weights(sm, p.precise, stage, row_tile, token_tile, x);
         __syncthreads();
         if (threadIdx.x < 16 * kTiles) smla_general_sum(sm, threadIdx.x);
         smla_general_values(sm, stage, acc);
@@ -2931,12 +3040,12 @@ SMLA_DEV void smla_general_split(smla_general_smem<kTiles, kHalfQ> &sm, const sm
     __syncthreads(); /* everybody is done with the split's shared memory */
 }
 
-template <int kTiles, bool kHalfQ>
-static __global__ void __launch_bounds__(smla_kGeneralThreads, kTiles == 1 && kHalfQ ? 2 : 1)
+template <int kTiles, int kRopes>
+static __global__ void __launch_bounds__(smla_kGeneralThreads, kTiles == 1 && kRopes == 2 ? 2 : 1)
 snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
 {
     extern __shared__ __align__(128) uint8_t smla_smem[];
-    auto &sm = *reinterpret_cast<smla_general_smem<kTiles, kHalfQ> *>(smla_smem);
+    auto &sm = *reinterpret_cast<smla_general_smem<kTiles, kRopes> *>(smla_smem);
     for (smla_cursor c = smla_first_split(p); !smla_at_end(p, c); smla_advance(p, c))
         smla_general_split(sm, p, c);
 }
@@ -5044,17 +5153,17 @@ static inline bool smla_hopper_usable()
     return smla_cuda(before, error) == SNAPMLA_OK && have.binaryVersion == 90 && have.numRegs > 64;
 }
 
-static inline snapmla_path smla_best_path(int page_size)
+static inline snapmla_path smla_best_path(int page_size, snapmla_mode mode)
 {
-    return page_size >= smla_kHopperPage && smla_hopper_usable() ? SNAPMLA_PATH_SM90
-                                                                 : SNAPMLA_PATH_GENERAL;
+    const bool hopper = page_size >= smla_kHopperPage && mode == SNAPMLA_MODE_DEFAULT;
+    return hopper && smla_hopper_usable() ? SNAPMLA_PATH_SM90 : SNAPMLA_PATH_GENERAL;
 }
 
 static inline snapmla_step smla_resolve_step(snapmla_step s)
 {
     if (s.page_size == 0) s.page_size = 64;
     smla_default_dims(&s.latent_dim, &s.rope_dim);
-    if (s.path == SNAPMLA_PATH_AUTO) s.path = smla_best_path(s.page_size);
+    if (s.path == SNAPMLA_PATH_AUTO) s.path = smla_best_path(s.page_size, s.mode);
     return s;
 }
 
@@ -5099,11 +5208,14 @@ static inline snapmla_result smla_check_shape(const snapmla_step &s)
     SMLA_CHECK(s.max_seq_len >= 0, SNAPMLA_ERROR_MAX_SEQ_LEN);
     SMLA_CHECK(s.max_seq_len > 0 || s.split_tokens <= 0, SNAPMLA_ERROR_MAX_SEQ_LEN);
     SMLA_CHECK(s.split_tokens >= 0 && s.split_tokens % 128 == 0, SNAPMLA_ERROR_SPLIT_TOKENS);
-    SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT, SNAPMLA_ERROR_MODE);
+    SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT || s.mode == SNAPMLA_MODE_PRECISE,
+               SNAPMLA_ERROR_MODE);
     SMLA_CHECK(s.path == SNAPMLA_PATH_GENERAL
                    || (s.path == SNAPMLA_PATH_SM90 && s.page_size >= smla_kHopperPage),
                SNAPMLA_ERROR_PATH);
     SMLA_CHECK(s.sm_count >= 0, SNAPMLA_ERROR_SM_COUNT);
+    SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT || s.path == SNAPMLA_PATH_GENERAL,
+               SNAPMLA_ERROR_MODE_PATH);
     return SNAPMLA_OK;
 }
 
@@ -5177,7 +5289,7 @@ struct smla_geometry {
     smla_policy policy;
     int32_t tile_rows, tiles, group;
     int64_t slots; /* partial results that may be needed at once */
-    bool half_q;
+    int32_t rope_stages;
     snapmla_path path;
 };
 
@@ -5185,7 +5297,7 @@ struct smla_geometry {
 struct smla_shape {
     int32_t tile_rows, max_group;
     int blocks_per_sm;
-    bool half_q; /* general path */
+    int32_t rope_stages; /* general path */
 };
 
 static inline void smla_shape_hopper(int64_t rows, smla_shape *shape)
@@ -5193,7 +5305,7 @@ static inline void smla_shape_hopper(int64_t rows, smla_shape *shape)
     shape->tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
     shape->max_group = smla_kHopperGroup;
     shape->blocks_per_sm = 1;
-    shape->half_q = false;
+    shape->rope_stages = 0;
 }
 
 /* The general kernel: tiles of 32 rows where there are more than 16 and the shared memory for them;
@@ -5208,9 +5320,9 @@ static inline snapmla_result smla_shape_general(const snapmla_step &s, smla_shap
         SMLA_TRY(b);
     }
     shape->max_group = smla_kMaxGroup;
-    shape->half_q = most >= (int)sizeof(smla_general_smem<2, true>);
-    shape->tile_rows = shape->half_q && (int64_t)s.s_q * s.heads > 16 ? 32 : 16;
-    const int block = (int)sizeof(smla_general_smem<1, true>) + 1024; /* 1 KB is the system's */
+    shape->rope_stages = most >= (int)sizeof(smla_general_smem<2, 2>) ? 2 : 1;
+    shape->tile_rows = shape->rope_stages == 2 && (int64_t)s.s_q * s.heads > 16 ? 32 : 16;
+    const int block = (int)sizeof(smla_general_smem<1, 2>) + 1024; /* 1 KB is the system's */
     shape->blocks_per_sm = shape->tile_rows == 16 && per_sm >= 2 * block ? 2 : 1;
     return SNAPMLA_OK;
 }
@@ -5224,7 +5336,7 @@ static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geom
     if (s.path == SNAPMLA_PATH_SM90) smla_shape_hopper(rows, &shape);
     else SMLA_TRY(smla_shape_general(s, &shape));
     g->tile_rows = shape.tile_rows;
-    g->half_q = shape.half_q;
+    g->rope_stages = shape.rope_stages;
     g->path = s.path;
     g->tiles = (int32_t)smla_ceil_div(rows, g->tile_rows);
     g->policy.batch = s.batch;
@@ -5357,6 +5469,7 @@ static inline smla_decode_params smla_device_decode(const snapmla_decode_desc &d
     p.heads = d.step.heads;
     p.rows = d.step.s_q * d.step.heads;
     p.causal = d.causal;
+    p.precise = d.step.mode == SNAPMLA_MODE_PRECISE;
     p.scale_log2e = d.softmax_scale * smla_kLog2e;
     p.q = (const uint16_t *)d.q;
     p.q_batch_stride = d.q_batch_stride;
@@ -5383,13 +5496,13 @@ static inline smla_decode_params smla_device_decode(const snapmla_decode_desc &d
     return p;
 }
 
-template <int kTiles, bool kHalfQ>
+template <int kTiles, int kRopes>
 static inline snapmla_result smla_launch_general(const smla_decode_params &p, cudaStream_t stream)
 {
     void *arguments[] = {(void *)&p};
-    return smla_launch((const void *)snapmla_decode_general_kernel<kTiles, kHalfQ>,
+    return smla_launch((const void *)snapmla_decode_general_kernel<kTiles, kRopes>,
                        (int64_t)p.policy.parts * p.group, smla_kGeneralThreads,
-                       sizeof(smla_general_smem<kTiles, kHalfQ>), stream, arguments);
+                       sizeof(smla_general_smem<kTiles, kRopes>), stream, arguments);
 }
 
 typedef CUresult (*smla_encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
@@ -5460,9 +5573,9 @@ static inline snapmla_result smla_launch_decode(const smla_decode_params &p, con
                                                 int64_t pages, cudaStream_t stream)
 {
     if (g.path == SNAPMLA_PATH_SM90) return smla_launch_hopper(p, pages, stream);
-    if (!g.half_q) return smla_launch_general<1, false>(p, stream);
-    return g.tile_rows == 16 ? smla_launch_general<1, true>(p, stream)
-                             : smla_launch_general<2, true>(p, stream);
+    if (g.rope_stages == 1) return smla_launch_general<1, 1>(p, stream);
+    return g.tile_rows == 16 ? smla_launch_general<1, 2>(p, stream)
+                             : smla_launch_general<2, 2>(p, stream);
 }
 
 /* On the Hopper path the CTAs of this kernel start, up to its wait, while decode ends. */
@@ -5648,7 +5761,8 @@ SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *pa
     if (current == device) /* is there code for it? */
         SMLA_TRY(smla_cuda(before, cudaFuncGetAttributes(&have, (const void *)snapmla_plan_kernel)));
     if (path != NULL)
-        *path = current == device ? smla_best_path(smla_kHopperPage) : SNAPMLA_PATH_GENERAL;
+        *path = current == device ? smla_best_path(smla_kHopperPage, SNAPMLA_MODE_DEFAULT)
+                                  : SNAPMLA_PATH_GENERAL;
     return SNAPMLA_OK;
 }
 

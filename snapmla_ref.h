@@ -35,12 +35,18 @@
                   accumulators and the splits cost.  Sums run in the order of tokens and dims;
                   the GPU's do not, so kernels agree closely with it and not to the bit.
 
+   MODE       SNAPMLA_REF_MODE_PRECISE leaves the rounding of a bf16 q to e4m3 out of EXACT: fp64
+              attention over the unquantised q and the quantised cache.  In EMULATED such a q has
+              q_s = 2^(floor(log2 max(amax|latent|, 1e-26)) - 8), f16(latent / q_s) and
+              bf16(rope / q_s), which is the row itself but for extremes; and f_t / S' becomes f16 in
+              place of e4m3.  Quantised planes of q stay what they are.  BF16 has no mode.
+
    RECURRENCE of EMULATED, per row and block of 64 tokens (absolute multiples of 64), all f32
        x_t = (sum q8 k8 + sum qr kr) * ((softmax_scale * log2 e) * q_s * k_s[t])
        m'  = max(m, max x_t),  alpha = 2^(m - m'),  e_t = 2^(x_t - m'),  f_t = e_t * k_s[t]
        S'  = max f_t / 448,    p8_t = e4m3(f_t / S'): the largest weight is 448 exactly
        w_t = p8_t >= 2^-6 ? p8_t * S' / k_s[t] : e_t: the weight as it was rounded; a token that is
-             rounded to next to nothing keeps its mass
+             rounded to next to nothing keeps its mass.  Precise: f16 in place of e4m3, so 2^-14
        l   = l * alpha + sum e_t,   lq = lq * alpha + sum w_t
        acc = acc * alpha + S' * sum p8_t V8_t, the sum in a fresh accumulator
      A split ends with (m, l, lq, acc).  Splits merge in ascending order: M = max m, each weighs
@@ -119,6 +125,11 @@ typedef enum snapmla_ref_fidelity {
     SNAPMLA_REF_EMULATED = 2  /* the kernels' recurrence, rounding by rounding */
 } snapmla_ref_fidelity;
 
+typedef enum snapmla_ref_mode {
+    SNAPMLA_REF_MODE_DEFAULT = 0, /* P and Q rounded once to e4m3 */
+    SNAPMLA_REF_MODE_PRECISE = 1  /* neither: see MODE in the manual; not with fp8_tensor_core */
+} snapmla_ref_mode;
+
 typedef struct snapmla_ref_decode_desc {
     snapmla_ref_fidelity fidelity;
     int32_t batch, s_q, heads;
@@ -153,6 +164,7 @@ typedef struct snapmla_ref_decode_desc {
                                      peers do; for comparison only */
     /* all fidelities */
     int32_t max_seq_len;          /* longer requests are cut to it; 0 = no limit but the table */
+    snapmla_ref_mode mode;        /* EXACT, EMULATED */
 } snapmla_ref_decode_desc;
 
 typedef enum snapmla_ref_rope_layout {
@@ -411,6 +423,18 @@ SNAPMLA_REF_API uint16_t snapmla_ref_bf16_from_float(float x) {
 
 SNAPMLA_REF_API float snapmla_ref_bf16_to_float(uint16_t bits) {
     return smlar_float((uint32_t)bits << 16);
+}
+
+/* The f16 nearest to x, as a float; 65504 at most. */
+static float smlar_f16(float x) {
+    const float magnitude = fabsf(x);
+    int exponent;
+    float step;
+    if (!smlar_finite(x)) return x != x ? x : copysignf(65504.0f, x);
+    (void)frexpf(magnitude, &exponent);
+    step = ldexpf(1.0f, (exponent < -13 ? -13 : exponent) - 11);
+    step = rintf(magnitude / step) * step; /* powers of two: exact but for rintf */
+    return copysignf(step < 65504.0f ? step : 65504.0f, x);
 }
 
 /* Double to bf16 with one rounding.  The detour over float errs only where it lands on a tie. */
@@ -1241,6 +1265,30 @@ static void smlar_load_block(const smlar_job *job, const int32_t *table, int64_t
     }
 }
 
+/* A bf16 query row of the precise mode; EXACT takes it as it is. */
+static int smlar_precise_query(const smlar_job *job, const uint16_t *q, float *row, float *scale) {
+    float amax = 1e-26f, inverse;
+    int kind = SMLAR_KEY, exponent;
+    for (int64_t k = 0; k < job->dim; k++) {
+        row[k] = snapmla_ref_bf16_to_float(q[k]);
+        if (k < job->latent && fabsf(row[k]) > amax) amax = fabsf(row[k]);
+        if ((q[k] & 0x7f80) != 0x7f80) continue;
+        if (k < job->latent) kind = SMLAR_BAD;
+        if (kind == SMLAR_KEY) kind = SMLAR_WILD;
+    }
+    *scale = 1;
+    if (kind == SMLAR_BAD) *scale = smlar_nan();
+    if (kind == SMLAR_BAD || job->wide) return kind;
+    (void)frexpf(amax, &exponent); /* 2^(exponent - 1) <= amax */
+    *scale = ldexpf(1.0f, exponent - 9);
+    inverse = ldexpf(1.0f, 9 - exponent);
+    for (int64_t k = 0; k < job->latent; k++) row[k] = smlar_f16(row[k] * inverse);
+    for (int64_t k = job->latent; k < job->dim; k++) {
+        row[k] = snapmla_ref_bf16_to_float(snapmla_ref_bf16_from_float(row[k] * inverse));
+    }
+    return kind;
+}
+
 /* Query row r of request b, undone from its format; returns its kind. */
 static int smlar_load_query(const smlar_job *job, int64_t b, int64_t r, float *row, float *scale) {
     const snapmla_ref_decode_desc *d = &job->d;
@@ -1258,6 +1306,7 @@ static int smlar_load_query(const smlar_job *job, int64_t b, int64_t r, float *r
             *scale = kind == SMLAR_BAD ? smlar_nan() : 1;
             return kind;
         }
+        if (d->mode == SNAPMLA_REF_MODE_PRECISE) return smlar_precise_query(job, q, row, scale);
         snapmla_ref_quantize(q, (int32_t)job->latent, q + job->latent, (int32_t)job->rope,
                              job->q_content, scale, job->q_rope);
     } else {
@@ -1436,6 +1485,8 @@ static void smlar_scores(const smlar_job *job, int64_t g, int64_t tokens,
 static int smlar_weigh(const smlar_job *job, const smlar_group *group, smlar_state *state, int r,
                        int64_t seen, float *x, float *p, float *alpha, float *gain) {
     const float factor = job->d.softmax_scale * SMLAR_LOG2E * group->scale[r];
+    const int precise = job->d.mode == SNAPMLA_REF_MODE_PRECISE;
+    const float least = precise ? 1.0f / 16384 : 1.0f / 64; /* the least normal number */
     float m = state->m[r], sum = 0, sum_rounded = 0, top = 0, unit, inverse;
     int bad = 0;
     for (int64_t t = 0; t < seen; t++) {
@@ -1472,10 +1523,11 @@ static int smlar_weigh(const smlar_job *job, const smlar_group *group, smlar_sta
     if (!(unit >= SMLAR_FLT_MIN)) unit = inverse = 0; /* too small for a scale: no values */
     *gain = unit;
     for (int64_t t = 0; t < seen; t++) {
+        const float scaled = x[t] * job->scale[t] * inverse;
         const float rounded =
-            job->e4m3[snapmla_ref_e4m3_from_float(x[t] * job->scale[t] * inverse)];
+            precise ? smlar_f16(scaled) : job->e4m3[snapmla_ref_e4m3_from_float(scaled)];
         p[t * SMLAR_ROWS + r] = rounded;
-        sum_rounded += rounded >= 0.015625f ? rounded * unit / job->scale[t] : x[t];
+        sum_rounded += rounded >= least ? rounded * unit / job->scale[t] : x[t];
     }
     state->l[r] = state->l[r] * *alpha + sum;
     state->lq[r] = state->lq[r] * *alpha + sum_rounded;
@@ -1581,6 +1633,7 @@ static int smlar_check(smlar_job *job) {
     snapmla_ref_decode_desc *d = &job->d;
     const int bf16 = d->fidelity == SNAPMLA_REF_BF16;
     if (!bf16 && d->fidelity != SNAPMLA_REF_EXACT && d->fidelity != SNAPMLA_REF_EMULATED) return -1;
+    if (d->mode != SNAPMLA_REF_MODE_DEFAULT && d->mode != SNAPMLA_REF_MODE_PRECISE) return -1;
     if (d->batch < 0 || d->s_q < 0 || d->heads < 0) return -1;
     if (smlar_cache(&d->cache, !bf16)) return -1;
     job->latent = d->cache.latent_dim;
@@ -1598,6 +1651,7 @@ static int smlar_check(smlar_job *job) {
         if (d->split_tokens < 0 || d->split_tokens % d->block_tokens) return -1;
         if (d->fp8_tensor_core != 0 && d->fp8_tensor_core != 1) return -1;
         if (d->one_accumulator != 0 && d->one_accumulator != 1) return -1;
+        if (d->fp8_tensor_core && d->mode == SNAPMLA_REF_MODE_PRECISE) return -1;
     }
     if (!d->batch || !job->rows) return 0;
     if (!d->seq_lens || (d->block_table_width && !d->block_table)) return -1;

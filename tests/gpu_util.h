@@ -28,6 +28,11 @@ int gpu_quick(void); /* SNAPMLA_TEST_QUICK is set: leave out what takes long, fo
 extern snapmla_path gpu_path;
 const char *gpu_path_name(snapmla_path path);
 
+/* The mode under test; all problems and their references use it. */
+extern snapmla_mode gpu_mode;
+/* A test under a name of its own for the precise mode. */
+#define PRECISE_TEST(test) {"precise_" #test, test, NULL, NULL, NULL}
+
 /* A failed call prints its text and fails the test. */
 void gpu_cuda(const char *file, int line, const char *call, cudaError_t error);
 void gpu_result(const char *file, int line, const char *call, snapmla_result got,
@@ -204,8 +209,9 @@ void check_verdict(const char *file, int line, const problem *p, const verdict *
                    const bounds *limit);
 #define CHECK_VERDICT(p, v, limit) check_verdict(__FILE__, __LINE__, (p), (v), (limit))
 
-/* The general bounds of one e4m3 rounding of P, for V of mean 0 and logits of any spread up to
-   q_std 4; and, where the path's recurrence is the emulated one, agreement with that. */
+/* The general bounds of one e4m3 rounding of P, or those of the precise mode, for V of mean 0 and
+   logits of any spread up to q_std 4; and, where the path's recurrence is the emulated one, agreement
+   with that. */
 void check_against_reference(const char *file, int line, problem *p, const result *r,
                              double budget);
 #define CHECK_REFERENCE(p, r, budget) \

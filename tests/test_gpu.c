@@ -19,6 +19,8 @@ int run_decode_tests(void);
 int run_edge_tests(void);
 int run_graph_tests(void);
 int run_accuracy_tests(void);
+int run_precise_tests(void);
+int run_precise_accuracy_tests(void);
 
 /* ================================================================================================
    The harness finds what it is meant to find
@@ -227,5 +229,10 @@ int main(int argc, char **argv)
         failed += run_graph_tests();
         failed += run_accuracy_tests();
     }
+    gpu_path = SNAPMLA_PATH_GENERAL;
+    gpu_mode = SNAPMLA_MODE_PRECISE;
+    print_message("path: %s, precise mode\n", gpu_path_name(gpu_path));
+    failed += run_precise_tests();
+    failed += run_precise_accuracy_tests();
     return failed != 0;
 }

@@ -1,5 +1,6 @@
 /* test_gpu_accuracy.c - the error bounds of the manual against fp64 attention over the same
-   quantised tensors, from 1 token to 1,048,576, in one split and in the default policy. */
+   quantised tensors (in the precise mode: with q unquantised), from 1 token to 1,048,576, in one split
+   and in the default policy. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -12,6 +13,7 @@
 #include "gpu_util.h"
 
 int run_accuracy_tests(void);
+int run_precise_accuracy_tests(void);
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 
@@ -51,6 +53,13 @@ static bounds limit_of(enum kind kind, double v_mean, int32_t len)
 {
     const int std_1 = kind == FLAT || kind == ROPE_ONLY;
     bounds limit = {3.2e-2, 7e-2, 1, std_1 ? 2e-3 : 2e-2, 1e-4};
+    if (gpu_mode == SNAPMLA_MODE_PRECISE) {
+        const bounds precise = {3e-3, 5e-3, len < 1024 ? 1 : 5e-4, std_1 ? 1e-4 : 1e-3, 1e-5};
+        limit = precise;
+        if (kind == ONE_HOT) limit.rms = 2.5e-3;
+        if (std_1 && len >= 1024) limit.bias = 3e-4;
+        return limit;
+    }
     if (std_1 && v_mean != 0 && len >= 1024) limit.rms = 4.5e-3, limit.bias = 5e-4;
     if (std_1 && v_mean != 0 && len >= 16384) limit.rms = 2.5e-3;
     if (kind == PEAKED) limit.rms = v_mean != 0 ? 1e-2 : 1.8e-2;
@@ -222,7 +231,8 @@ static void check_sink(int one_split)
     for (int kind = 0; kind < 4; kind++) {
         /* FP8 tensor cores lose what is 2^-13 of the sink's one large product: as at q std 4 */
         const double lse = gpu_path == SNAPMLA_PATH_GENERAL ? 2e-3 : 2e-2;
-        const bounds limit = {5e-3, 1e-2, 1e-3, lse, 0};
+        const bounds rounded = {5e-3, 1e-2, 1e-3, lse, 0}, precise = {3e-3, 5e-3, 5e-4, 1e-3, 0};
+        const bounds limit = gpu_mode == SNAPMLA_MODE_PRECISE ? precise : rounded;
         verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 0, kind * kRows, kRows);
         print_message("  sink, %s, tail %s: rms %.2e (<= %.1e), bias %+.1e, lse %.1e\n",
                       kind % 2 ? "2^20 : 1" : "half the mass", kind < 2 ? "flat" : "spread", v.rms,
@@ -258,4 +268,16 @@ int run_accuracy_tests(void)
         cmocka_unit_test(test_sink_default_policy),
     };
     return cmocka_run_group_tests_name("accuracy", tests, NULL, NULL);
+}
+
+int run_precise_accuracy_tests(void)
+{
+    const struct CMUnitTest tests[] = {
+        PRECISE_TEST(test_v_mean_0_one_split),
+        PRECISE_TEST(test_v_mean_half_one_split),
+        PRECISE_TEST(test_v_mean_half_default_policy),
+        PRECISE_TEST(test_sink_one_split),
+        PRECISE_TEST(test_sink_default_policy),
+    };
+    return cmocka_run_group_tests_name("accuracy, precise mode", tests, NULL, NULL);
 }

@@ -12,6 +12,7 @@
 
 int run_decode_tests(void);
 int run_edge_tests(void);
+int run_precise_tests(void);
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 
@@ -1173,6 +1174,142 @@ static void test_defaults_of_the_device(void **state)
     TU_CHECK_INT(r.step.path, gpu_path);
     stage_free(&st);
     problem_free(p);
+}
+
+/* ================================================================================================
+   The precise mode: what is its own, and the tests above whose outcome it could change
+   ============================================================================================== */
+
+/* It is finer than the default mode by far, and of the default mode's planes it sees the rounding. */
+static void test_precise_beside_default(void **state)
+{
+    (void)state;
+    gpu_need();
+    spec s = basic(8700, 3, 1, 16, 3000);
+    problem *p = problem_new(&s);
+    const bounds fine = {2.5e-3, 4e-3, 1, 1e-4, 0};
+    result precise = run(p);
+    verdict v = compare(p, &precise, SNAPMLA_REF_EXACT, 1e9);
+    CHECK_VERDICT(p, &v, &fine);
+    p->s.q_planes = 1;
+    problem_upload(p);
+    result planes = run(p);
+    v = compare(p, &planes, SNAPMLA_REF_EXACT, 1e9); /* against the planes */
+    CHECK_VERDICT(p, &v, &fine);
+    p->s.q_planes = 0;
+    v = compare(p, &planes, SNAPMLA_REF_EXACT, 1e9); /* against the BF16 queries */
+    TU_CHECK_LE(5e-3, v.rms);
+    problem_upload(p);
+    gpu_mode = SNAPMLA_MODE_DEFAULT;
+    result rounded = run(p);
+    gpu_mode = SNAPMLA_MODE_PRECISE;
+    v = compare(p, &rounded, SNAPMLA_REF_EXACT, 1e9);
+    TU_CHECK_LE(5e-3, v.rms);
+    result_free(&precise);
+    result_free(&planes);
+    result_free(&rounded);
+    problem_free(p);
+}
+
+/* AUTO is the general path, in every call of a step; another path is refused. */
+static void test_path_of_precise(void **state)
+{
+    (void)state;
+    gpu_need();
+    spec s = basic(8710, 5, 2, 24, 3000);
+    problem *p = problem_new(&s);
+    result general = run(p);
+    gpu_path = SNAPMLA_PATH_AUTO;
+    result best = run(p);
+    CHECK_SAME_BITS(&general, &best);
+    gpu_path = SNAPMLA_PATH_GENERAL;
+    const view v = view_all(p);
+    stage st = stage_new(p, &v);
+    snapmla_decode_desc d = st.desc;
+    d.step.path = SNAPMLA_PATH_SM90;
+    EXPECT(snapmla_plan(&d.step), SNAPMLA_ERROR_MODE_PATH);
+    EXPECT(snapmla_decode(&d), SNAPMLA_ERROR_MODE_PATH);
+    stage_free(&st);
+    result_free(&general);
+    result_free(&best);
+    problem_free(p);
+}
+
+/* Queries from the smallest to the largest BF16 numbers, some dims 2^-30 of the others. */
+static void test_queries_of_any_size(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int powers[] = {-126, -100, -60, -20, 0, 20, 60, 110};
+    for (int i = 0; i < COUNT(powers); i++) {
+        spec s = basic(8720 + (uint64_t)i, 2, 2, 9, 700);
+        s.softmax_scale = (float)ldexp(1.0 / 24, powers[i] > 0 ? -powers[i] : 0);
+        problem *p = problem_new(&s);
+        for (int b = 0; b < s.batch; b++) {
+            for (int h = 0; h < s.s_q * s.heads; h++) {
+                uint16_t *q = q_row(p, b, h / s.heads, h % s.heads);
+                for (int d = 0; d < kDims; d++)
+                    q[d] = tu_bf16(ldexp(tu_from_bf16(q[d]), powers[i] - (d % 7 ? 0 : 30)));
+            }
+        }
+        problem_upload(p);
+        result r = run(p);
+        CHECK_REFERENCE(p, &r, 1e8);
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+/* Logits so large that adding log2 k_s to them is off by binades, and with it the block scale: at 1e8
+   weights pass the end of f16, where they saturate, with all of lq alike. */
+static void test_absurd_logits(void **state)
+{
+    (void)state;
+    gpu_need();
+    for (int power = 7; power <= 12; power++) {
+        spec s = basic(8730 + (uint64_t)power, 3, 1, 17, 2000);
+        s.q_std = pow(10.0, power);
+        s.key_std = 0.37; /* k_s near 2^-8.5, which becomes 2^-16 beside 2^27 */
+        problem *p = problem_new(&s);
+        result r = run(p);
+        const verdict v = compare(p, &r, SNAPMLA_REF_EXACT, 1e8);
+        const bounds loose = {2, 2, 2, 0, 1e-5}; /* close maxima may swap */
+        CHECK_VERDICT(p, &v, &loose);
+        const int64_t rows = (int64_t)s.batch * s.heads;
+        TU_CHECK_INT(tu_count_nan_bf16(r.out, rows * kLatent), 0);
+        TU_CHECK_INT(tu_count_nan_f32(r.lse, rows), 0);
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+int run_precise_tests(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_precise_beside_default),
+        cmocka_unit_test(test_path_of_precise),
+        PRECISE_TEST(test_queries_of_any_size),
+        PRECISE_TEST(test_absurd_logits),
+        PRECISE_TEST(test_hand_computed),
+        PRECISE_TEST(test_every_length),
+        PRECISE_TEST(test_query_tokens),
+        PRECISE_TEST(test_page_sizes),
+        PRECISE_TEST(test_forms),
+        PRECISE_TEST(test_mixed_lengths),
+        PRECISE_TEST(test_logits_of_any_size),
+        PRECISE_TEST(test_zero_latent_far_above),
+        PRECISE_TEST(test_no_keys),
+        PRECISE_TEST(test_rows_without_keys_among_others),
+        PRECISE_TEST(test_causal_at_split_ends),
+        PRECISE_TEST(test_negative_entries_are_skipped),
+        PRECISE_TEST(test_nan_keys),
+        PRECISE_TEST(test_nan_queries),
+        PRECISE_TEST(test_deterministic),
+        PRECISE_TEST(test_fixed_splits_make_rows_independent),
+        PRECISE_TEST(test_policies_agree),
+        PRECISE_TEST(test_graph_replay),
+    };
+    return cmocka_run_group_tests_name("precise mode", tests, NULL, NULL);
 }
 
 int run_edge_tests(void)
