@@ -229,9 +229,10 @@ static void check_sink(int one_split)
     problem_upload(p);
     result r = run(p);
     for (int kind = 0; kind < 4; kind++) {
-        /* FP8 tensor cores lose what is 2^-13 of the sink's one large product: as at q std 4 */
+        /* FP8 tensor cores lose what is 2^-13 of the sink's one large product: as at q std 4.  The bias
+           is mostly that of BF16: with a flat tail the rows are alike, and their outputs few numbers */
         const double lse = gpu_path == SNAPMLA_PATH_GENERAL ? 2e-3 : 2e-2;
-        const bounds rounded = {5e-3, 1e-2, 1e-3, lse, 0}, precise = {3e-3, 5e-3, 5e-4, 1e-3, 0};
+        const bounds rounded = {5e-3, 1e-2, 1e-3, lse, 0}, precise = {3e-3, 5e-3, 1e-3, 1e-3, 0};
         const bounds limit = gpu_mode == SNAPMLA_MODE_PRECISE ? precise : rounded;
         verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 0, kind * kRows, kRows);
         print_message("  sink, %s, tail %s: rms %.2e (<= %.1e), bias %+.1e, lse %.1e\n",
