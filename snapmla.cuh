@@ -121,10 +121,12 @@
        Dividing by the rounded weights takes their common error out; where e4m3 has flushed a weight
        (a token whose k_s is tiny beside its neighbours') the exact one is taken.
        SNAPMLA_MODE_PRECISE leaves no rounding but the cache's own that counts.  A BF16 q gets a power of
-       two for q_s, 2^8 <= amax|latent| / q_s < 2^9, and its latent becomes f16, which changes nothing
-       above 2^-25 of that amax; its rope stays the bf16 that it is.  p8 becomes the f16 of f / S', 11
-       bits down to 2^-22 of the block's largest, with the same S' and lq: a block of one dominant token
-       still returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
+       two for q_s, and its rope stays the bf16 that it is.  On the general path its latent becomes f16,
+       which changes nothing above 2^-25 of its largest, and p8 the f16 of f / S', 11 bits down to 2^-22
+       of the block's largest.  On the Hopper path both become sums of two e4m3, the second of what the
+       first leaves: exact for q above 2^-17 of its largest, 8 bits of P down to 2^-10 of 448; S' is not
+       rounded, lq is l, and QK takes eight accumulators of 64 dims.  A block of one dominant token still
+       returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
        give the bits of s_q calls with one.
@@ -145,11 +147,9 @@
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
-               but do not give the same bits.  SNAPMLA_MODE_PRECISE exists on the general path only:
-               SNAPMLA_PATH_AUTO takes that one for it, on every device, and with SNAPMLA_PATH_SM90 it is
-               SNAPMLA_ERROR_MODE_PATH.
+               but do not give the same bits.
 
-   LIMITS      latent 512 and rope 64 only; the precise mode on the general path only;
+   LIMITS      latent 512 and rope 64 only;
                batch * s_q * heads up to 2^30.
 
    HISTORY     0.1.0   first version
@@ -269,8 +269,7 @@ extern "C" {
     X(SNAPMLA_ERROR_SOURCE_ALIGN, -71, "source or a source stride is not aligned as documented")   \
     X(SNAPMLA_ERROR_SOURCE_STRIDE, -72, "a source stride is smaller than a row or page, or too large") \
     X(SNAPMLA_ERROR_TABLE_ALIGN, -73, "pairs, slots, seq_lens or another table is misaligned")        \
-    X(SNAPMLA_ERROR_LSE_ALIGN, -74, "lse or part_lse is not 4-byte aligned")                       \
-    X(SNAPMLA_ERROR_MODE_PATH, -75, "the path given does not have this mode")
+    X(SNAPMLA_ERROR_LSE_ALIGN, -74, "lse or part_lse is not 4-byte aligned")
 
 typedef enum snapmla_result {
 #define SNAPMLA_RESULT_ENUM(name, value, text) name = value,
@@ -294,7 +293,7 @@ typedef enum snapmla_path {
 /* Which roundings there are beside the cache's own: see NUMERICS in the manual. */
 typedef enum snapmla_mode {
     SNAPMLA_MODE_DEFAULT = 0, /* P and Q rounded once to e4m3, as in the SnapMLA paper */
-    SNAPMLA_MODE_PRECISE = 1, /* P and a BF16 q not rounded to e4m3; on SNAPMLA_PATH_GENERAL only */
+    SNAPMLA_MODE_PRECISE = 1, /* P and a BF16 q with twice the bits of e4m3 or more */
     SNAPMLA_MODE_FORCE_INT = 0x7fffffff
 } snapmla_mode;
 
@@ -3081,6 +3080,8 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
      lq  = sum of P / k_s where P is a normal e4m3 number, else of 2^(logit - m): what acc weighs V
            with, but for V that e4m3 flushes
      acc = sum of P * V8 * S'
+   In the precise mode, in tiles of 16 rows, Q and P are sums of two e4m3, hi in rows 0 to 15 and what it
+   leaves in rows 16 to 31 of the tile; S' is not rounded, and lq = l.
    ============================================================================================== */
 SMLA_CONST int smla_kHopperTile = 64; /* most rows */
 SMLA_CONST int smla_kFewRows = 32;    /* at most: tiles that have a warpgroup more */
@@ -3350,10 +3351,10 @@ template <int kRows> struct smla_hopper_roles {
     static constexpr int kThreads = kRows == 64 ? 512 : 640;
     /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512, with few rows and
        weights 480 */
-    static constexpr int kValuesRegs = kRows == 64 ? 184 : 128;
-    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 104;
-    static constexpr int kWeightsRegs = 88;
-    static constexpr int kLoadRegs = 32;
+    static constexpr int kValuesRegs = kRows == 64 ? 184 : kRows == 32 ? 128 : 112;
+    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 104; /* with few rows: scores */
+    static constexpr int kWeightsRegs = kRows == 32 ? 80 : 88;
+    static constexpr int kLoadRegs = kRows == 64 ? 32 : kRows == 32 ? 40 : 64;
     static constexpr int kStatWarps = kRows == 64 ? 4 : 1; /* of softmax that write stat */
     static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
 };
@@ -3619,7 +3620,7 @@ SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int r
         lq[i] = fmaf(part[i], smla_block_scale(sm.block[stage], r + 16 * i), lq[i]);
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p, int warp)
 {
     constexpr int kRowsOfLane = kRows < 32 ? 1 : 2;
@@ -3632,7 +3633,7 @@ SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p,
         for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
             const int stage = ring.stage();
             smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), ring.parity());
-            smla_hopper_sum_block<kRowsOfLane>(sm, stage, row0, lq);
+            if (!kPrecise) smla_hopper_sum_block<kRowsOfLane>(sm, stage, row0, lq);
             __syncwarp();
             if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
         }
@@ -3647,6 +3648,25 @@ SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p,
 }
 
 /* ---- queries ---- */
+
+/* cvt.rn.satfinite.e4m3x2.f32, twice, packed at once: the halves must not wait in registers. */
+SMLA_DEV uint32_t smla_e4m3x4_from_f32(const float (&x)[4])
+{
+    uint32_t y;
+    asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+                 "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
+                 : "=r"(y) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    return y;
+}
+
+/* e4m3 of what `codes` leave of x. */
+SMLA_DEV uint32_t smla_e4m3x4_of_rest(const float (&x)[4], uint32_t codes)
+{
+    const float2 lo = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(codes & 0xffffu));
+    const float2 hi = smla_f32x2_from_f16x2(smla_f16x2_from_e4m3x2(codes >> 16));
+    const float rest[4] = {x[0] - lo.x, x[1] - lo.y, x[2] - hi.x, x[3] - hi.y};
+    return smla_e4m3x4_from_f32(rest);
+}
 
 /* A row of Q: content as 4 column blocks, swizzled like TMA's. */
 SMLA_DEV void smla_hopper_store_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
@@ -3673,9 +3693,64 @@ SMLA_DEV smla_row smla_hopper_raw_q(const smla_decode_params &p, int64_t request
     return smla_load_row(q, q + smla_kLatent, true);
 }
 
+/* The precise mode's Q: the scale is a power of two that leaves 2^7 to 2^8 for the largest latent dim, and
+   a bf16 of 8 bits is the sum of two e4m3 of 4 bits, exactly down to 2^-17 of the largest. */
+SMLA_DEV void smla_hopper_two_of_row(const smla_row &row, smla_quantised_row *hi, smla_quantised_row *lo)
+{
+    const uint32_t amax = smla_amax_bits(row);
+    const uint32_t exponent = smla_max(amax >> 7, smla_kLeastExponent);
+    const float inverse = __uint_as_float((127u + 127u + 7u - exponent) << 23);
+    SMLA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t w[4] = {row.latent[i].x, row.latent[i].y, row.latent[i].z, row.latent[i].w};
+        uint32_t codes[2][2];
+        SMLA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            const float x[4] = {smla_mul_rn(smla_bf16_lo(w[2 * j]), inverse),
+                                smla_mul_rn(smla_bf16_hi(w[2 * j]), inverse),
+                                smla_mul_rn(smla_bf16_lo(w[2 * j + 1]), inverse),
+                                smla_mul_rn(smla_bf16_hi(w[2 * j + 1]), inverse)};
+            codes[0][j] = smla_e4m3x4_from_f32(x);
+            codes[1][j] = smla_e4m3x4_of_rest(x, codes[0][j]);
+        }
+        hi->content[i] = make_uint2(codes[0][0], codes[0][1]);
+        lo->content[i] = make_uint2(codes[1][0], codes[1][1]);
+    }
+    hi->rope = smla_bf16x2_rn(smla_mul_rn(smla_bf16_lo(row.rope), inverse),
+                              smla_mul_rn(smla_bf16_hi(row.rope), inverse));
+    lo->rope = 0;
+    hi->scale = lo->scale = __uint_as_float(amax >= 0x7f80u ? smla_kNanF32 : (exponent - 7u) << 23);
+}
+
+/* A row of bf16 Q; in the precise mode what its e4m3 leaves goes to row kPreciseRows behind it. */
+SMLA_CONST int smla_kPreciseRows = 16;
+
+template <bool kPrecise>
+SMLA_DEV void smla_hopper_put_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
+                                const smla_row &row)
+{
+    if (!kPrecise) {
+        smla_hopper_store_q(sm, p, r, smla_quantise_row(row));
+        return;
+    }
+    smla_quantised_row hi, lo;
+    smla_hopper_two_of_row(row, &hi, &lo);
+    smla_hopper_store_q(sm, p, r, hi);
+    smla_hopper_store_q(sm, p, r + smla_kPreciseRows, lo);
+}
+
+/* A row that is quantised, or all zeros. */
+template <bool kPrecise>
+SMLA_DEV void smla_hopper_put_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
+                                const smla_quantised_row &row)
+{
+    smla_hopper_store_q(sm, p, r, row);
+    if (kPrecise) smla_hopper_store_q(sm, p, r + smla_kPreciseRows, {});
+}
+
 /* Q of a split to shared memory by `warps` warps, three rows of bf16 ahead.  Rows that do not exist
    become 0: their scores stay finite. */
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params &p,
                                  const smla_split &s, int warp, int warps)
 {
@@ -3685,7 +3760,7 @@ SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params 
     if (p.q == nullptr) {
 #pragma unroll 1
         for (; r < rows; r += warps)
-            smla_hopper_store_q(sm, p, r, smla_load_q_row(p, s.request, row0 + r));
+            smla_hopper_put_q<kPrecise>(sm, p, r, smla_load_q_row(p, s.request, row0 + r));
     } else if (r < rows) {
         smla_row ahead[3];
         SMLA_UNROLL
@@ -3697,10 +3772,10 @@ SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params 
             ahead[0] = ahead[1];
             ahead[1] = ahead[2];
             if (r + 3 * warps < rows) ahead[2] = smla_hopper_raw_q(p, s.request, row0 + r + 3 * warps);
-            smla_hopper_store_q(sm, p, r, smla_quantise_row(raw));
+            smla_hopper_put_q<kPrecise>(sm, p, r, raw);
         }
     }
-    for (; r < kRows; r += warps) smla_hopper_store_q(sm, p, r, {});
+    for (; r < kRows; r += warps) smla_hopper_put_q<kPrecise>(sm, p, r, smla_quantised_row{});
     smla_fence_async();
 }
 
@@ -3733,13 +3808,13 @@ SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const sml
     return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
 }
 
-/* Q K^T over 128 of the latent dims, the part-th, into a fresh accumulator of 64 rows x 64 tokens, or,
-   with few rows, K Q^T of 64 tokens x rows.  After the last part comes rope, in BF16, which must follow
-   FP8 on an accumulator. */
-template <int kRegs>
+/* Q K^T over 32 * kSteps of the latent dims, the part-th, into a fresh accumulator of 64 rows x 64 tokens,
+   or, with few rows, K Q^T of 64 tokens x rows.  After the last part comes rope, in BF16, which must
+   follow FP8 on an accumulator. */
+template <int kSteps, int kRegs>
 SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[kRegs])
 {
-    const uint32_t column = part * smla_kColumn;
+    const uint32_t column = part * kSteps / 4 * smla_kColumn, step = part * kSteps % 4;
     const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
     const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
                                        smla_kSwizzle128);
@@ -3747,8 +3822,9 @@ SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part
     smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_wgmma_k32_e4m3(d, a + 2 * i, b + 2 * i, i != 0);
-    if (part == 3) { /* rope lies behind the content, of Q and in the stage alike */
+    for (int i = 0; i < kSteps; ++i)
+        smla_wgmma_k32_e4m3(d, a + 2 * (step + i), b + 2 * (step + i), i != 0);
+    if ((part + 1) * kSteps == 16) { /* rope lies behind the content, of Q and in the stage alike */
         const uint64_t behind = smla_kColumn >> 4;
         SMLA_UNROLL
         for (int i = 0; i < 4; ++i) smla_wgmma_k16_bf16(d, a + behind + 2 * i, b + behind + 2 * i);
@@ -3784,16 +3860,6 @@ SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, flo
                          : bad   ? __uint_as_float(smla_kNanF32) : x[4 * j + i];
         }
     }
-}
-
-/* cvt.rn.satfinite.e4m3x2.f32, twice, packed at once: the halves must not wait in registers. */
-SMLA_DEV uint32_t smla_e4m3x4_from_f32(const float (&x)[4])
-{
-    uint32_t y;
-    asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-                 "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
-                 : "=r"(y) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-    return y;
 }
 
 /* Scores of a block to logits without the row's factor. */
@@ -3909,14 +3975,14 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
 {
-    smla_hopper_scores(sm, stage, 0, x);
-    smla_hopper_scores(sm, stage, 1, y);
+    smla_hopper_scores<4>(sm, stage, 0, x);
+    smla_hopper_scores<4>(sm, stage, 1, y);
     smla_wgmma_wait<1>();
     smla_pin(x);
     smla_hopper_add_scores(y, x);
-    smla_hopper_scores(sm, stage, 2, y);
+    smla_hopper_scores<4>(sm, stage, 2, y);
     smla_hopper_add_scores(y, x);
-    smla_hopper_scores(sm, stage, 3, y);
+    smla_hopper_scores<4>(sm, stage, 3, y);
 }
 
 /* One block: from scores to weights in shared memory. */
@@ -3970,7 +4036,7 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_
 }
 
 /* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params &p,
                                  const smla_split &s, uint32_t index, int warp, smla_ring &ring)
 {
@@ -3978,7 +4044,7 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
     const int32_t rows = smla_min(p.rows - s.tile * kRows, (int32_t)kRows);
     const int query_stages = smla_query_stages(p, s, index);
     smla_bar_sync(smla_kBarQuery, 128); /* nobody needs the last Q any more */
-    if (query_stages == 0) smla_hopper_load_q<kRows>(sm, p, s, warp, 4);
+    if (query_stages == 0) smla_hopper_load_q<kRows, kPrecise>(sm, p, s, warp, 4);
     for (int n = 0; n < query_stages; ++n, ++ring.block) {
         const int stage = ring.stage();
         smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), ring.parity());
@@ -3987,9 +4053,8 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
             const uint16_t *raw = reinterpret_cast<const uint16_t *>(
                 sm.stage[stage] + i * smla_kQueryBytes);
             const int r = smla_kQueryRows * n + i;
-            smla_quantised_row y = {};
-            if (r < rows) y = smla_quantise_row(smla_load_row(raw, raw + smla_kLatent, true));
-            smla_hopper_store_q(sm, p, r, y);
+            if (r >= rows) smla_hopper_put_q<kPrecise>(sm, p, r, smla_quantised_row{});
+            else smla_hopper_put_q<kPrecise>(sm, p, r, smla_load_row(raw, raw + smla_kLatent, true));
         }
     }
     smla_fence_async();
@@ -4007,7 +4072,7 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
     const int lane = t & 31, warp = t >> 5, tile_row = smla_hopper_tile_row(t);
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        if (index > 0 && s.end > s.begin) smla_hopper_next_q<64>(sm, p, s, index, warp, ring);
+        if (index > 0 && s.end > s.begin) smla_hopper_next_q<64, false>(sm, p, s, index, warp, ring);
         smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
         const uint32_t end = ring.block + smla_split_blocks(s);
 #pragma unroll 1
@@ -4038,8 +4103,8 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
    of a row: row n = g of its own, and of each 16 tokens 2w, + 1, + 8, + 9, as a thread of the form of 64
    rows does.  So a row's bits do not depend on the tile that it is in. */
 
-/* Half of what lies in the space of Q's rows 32 to 63, which do not exist.  A 4 KB piece of a column
-   block of Q is the half of a logits buffer. */
+/* Logits lie in the space of Q's rows 32 to 63, which do not exist: 4 KB of a column block are half a
+   buffer.  float4 n of thread t is [t] of what is returned. */
 SMLA_DEV float4 *smla_hopper_logits(smla_hopper_smem &sm, int buffer, int n)
 {
     uint8_t *column = sm.q_content + (2 * buffer + (n >> 1)) * smla_kColumn + smla_kFewRows * 128;
@@ -4105,22 +4170,56 @@ SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_para
         factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
-/* Scores of a block in four accumulators, as in smla_hopper_block_scores and added in its order. */
+/* Scores of a block in four accumulators, as in smla_hopper_block_scores and added in its order, times
+   k_s. */
 template <int kRegs>
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])
 {
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_hopper_scores(sm, stage, i, part[i]);
+    for (int i = 0; i < 4; ++i) smla_hopper_scores<4>(sm, stage, i, part[i]);
 }
 
 template <int kRegs>
 SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][kRegs], const float (&k)[2], float (&x)[kRegs])
 {
+    smla_wgmma_wait<0>();
     SMLA_UNROLL
     for (int i = 0; i < 4; ++i) smla_pin(part[i]);
     SMLA_UNROLL
     for (int n = 0; n < kRegs; ++n)
         x[n] = (((part[0][n] + part[1][n]) + part[2][n]) + part[3][n]) * k[n >> 1 & 1];
+}
+
+/* The same of the precise mode: eight accumulators of 64 dims, in two halves, with both rows of Q. */
+SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][16],
+                                     float (&x)[8])
+{
+    SMLA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) smla_hopper_scores<2>(sm, stage, 4 * half + i, part[i]);
+        if (half == 1) return; /* the second half is under way */
+        smla_wgmma_wait<0>();
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) smla_pin(part[i]);
+        SMLA_UNROLL
+        for (int n = 0; n < 8; ++n)
+            x[n] = ((part[0][n] + part[1][n]) + (part[2][n] + part[3][n]))
+                 + ((part[0][n + 8] + part[1][n + 8]) + (part[2][n + 8] + part[3][n + 8]));
+    }
+}
+
+SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][16], const float (&k)[2], float (&x)[8])
+{
+    smla_wgmma_wait<0>();
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) smla_pin(part[i]);
+    SMLA_UNROLL
+    for (int n = 0; n < 8; ++n) {
+        const float hi = (part[0][n] + part[1][n]) + (part[2][n] + part[3][n]);
+        const float lo = (part[0][n + 8] + part[1][n + 8]) + (part[2][n + 8] + part[3][n + 8]);
+        x[n] = (x[n] + (hi + lo)) * k[n >> 1 & 1];
+    }
 }
 
 template <int kRegs>
@@ -4167,35 +4266,36 @@ SMLA_DEV float smla_hopper_top_few(int lane, const float (&log2_k)[2], const flo
 }
 
 /* One block, to logits without the rows' factors. */
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_scores_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
                                        const float (&factor)[kRows / 4], const smla_handover &to)
 {
     const int lane = t & 31, token = 16 * (t >> 5) + (lane >> 2), buffer = to.buffer();
     const smla_hopper_block &block = sm.block[stage];
-    float part[4][kRows / 2], x[kRows / 2];
+    float part[4][kPrecise ? kRows : kRows / 2], x[kRows / 2];
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    smla_hopper_scores_few(sm, stage, part);
+    if constexpr (kPrecise) smla_hopper_scores_few(sm, stage, part, x);
+    else smla_hopper_scores_few(sm, stage, part);
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
     const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
     const float k[2] = {k_s[token], k_s[token + 8]};
     const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
     const int32_t mask = block.info.mask;
-    smla_wgmma_wait<0>();
     smla_hopper_weigh_few(part, k, x);
     if (mask) smla_hopper_mask_few(sm, stage, t, x);
     const float top = smla_hopper_top_few<kRows>(lane, log2_k, factor, x);
     smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
     SMLA_UNROLL
     for (int n = 0; n < kRows / 8; ++n)
-        smla_hopper_logits(sm, buffer, n)[t] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+        smla_hopper_logits(sm, buffer, n)[t] =
+            make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
     const int row = 8 * (kRows == 32 ? lane >> 3 : lane >> 3 & 1) + 2 * (lane & 3) + (lane >> 2 & 1);
     smla_hopper_tops_of(sm, buffer).of[row][t >> 5] = top;
     __syncwarp();
     if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.logits_full[buffer]));
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_few_scores(smla_hopper_smem &sm, const smla_decode_params &p)
 {
     const int t = threadIdx.x & 127;
@@ -4203,19 +4303,20 @@ SMLA_DEV void smla_hopper_few_scores(smla_hopper_smem &sm, const smla_decode_par
     smla_handover to = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
         if (s.end <= s.begin) return;
-        if (index > 0) smla_hopper_next_q<kRows>(sm, p, s, index, t >> 5, ring);
+        if (index > 0) smla_hopper_next_q<kRows, kPrecise>(sm, p, s, index, t >> 5, ring);
         float factor[kRows / 4]; /* of row n */
         smla_hopper_begin_few<kRows>(sm, p, s, index, t, factor);
 #pragma unroll 1
         for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
-            smla_hopper_scores_block<kRows>(sm, ring.stage(), ring.parity(), t, factor, to);
+            smla_hopper_scores_block<kRows, kPrecise>(sm, ring.stage(), ring.parity(), t, factor, to);
             ++to.count;
         }
     });
 }
 
 /* Adds the sums that all warps left behind before the last barrier. */
-template <int kRows> SMLA_DEV void smla_hopper_add_few(smla_hopper_smem &sm, int t, smla_hopper_few<kRows> &rows)
+template <int kRows>
+SMLA_DEV void smla_hopper_add_few(smla_hopper_smem &sm, int t, smla_hopper_few<kRows> &rows)
 {
     const int g = t >> 2 & 7, q = t & 3;
     if (rows.waiting < 0 || g >= kRows / 4) return;
@@ -4256,8 +4357,9 @@ SMLA_DEV void smla_hopper_move_few(smla_hopper_smem &sm, int stage, int t, const
     rows.flushed *= smla_hopper_own(alpha, g);
 }
 
-/* Weights of the thread's tokens to P, as in smla_hopper_weights; x becomes 2^(logit + shift). */
-template <int kRows>
+/* Weights of the thread's tokens to P, as in smla_hopper_weights; x becomes 2^(logit + shift).  In the
+   precise mode what e4m3 leaves of them goes to P's rows behind. */
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_weights_few(smla_hopper_block &block, int t, const float (&k)[2],
                                       const float (&factor)[kRows / 4], const float (&shift)[kRows / 4],
                                       float (&x)[kRows / 2])
@@ -4279,6 +4381,11 @@ SMLA_DEV void smla_hopper_weights_few(smla_hopper_block &block, int t, const flo
         const uint32_t codes = smla_e4m3x4_from_f32(w);
         *reinterpret_cast<uint32_t *>(to + 8 * j * smla_kBlock) =
             __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), select);
+        if (kPrecise) {
+            const uint32_t rest = smla_e4m3x4_of_rest(w, codes);
+            *reinterpret_cast<uint32_t *>(to + (smla_kPreciseRows + 8 * j) * smla_kBlock) =
+                __byte_perm(rest, __shfl_xor_sync(~0u, rest, 4), select);
+        }
     }
 }
 
@@ -4305,7 +4412,7 @@ SMLA_DEV void smla_hopper_sums_few(smla_hopper_sums &sums, int t, const float (&
 }
 
 /* One block: from logits to weights in shared memory. */
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_weights_block(smla_hopper_smem &sm, int stage, int t, const smla_handover &from,
                                         smla_hopper_few<kRows> &rows)
 {
@@ -4335,11 +4442,17 @@ SMLA_DEV void smla_hopper_weights_block(smla_hopper_smem &sm, int stage, int t, 
         shift[n] = none ? 0.0f : smla_kLog2E4m3Max - top[n];
         scale[n] = none ? 0.0f : smla_ex2(top[n] - smla_kLog2E4m3Max - rows.ref[n]);
     }
-    smla_hopper_weights_few<kRows>(block, t, k, rows.factor, shift, x);
+    smla_hopper_weights_few<kRows, kPrecise>(block, t, k, rows.factor, shift, x);
     if (t < 4) {
         SMLA_UNROLL
-        for (int j = 0; j < kRows / 8; ++j)
-            block.block_scale[t][j] = smla_cvt_bf16x2(scale[2 * j], scale[2 * j + 1]);
+        for (int j = 0; j < kRows / 8; ++j) {
+            if (!kPrecise) {
+                block.block_scale[t][j] = smla_cvt_bf16x2(scale[2 * j], scale[2 * j + 1]);
+            } else { /* not rounded, a word each */
+                block.block_scale[t][2 * j] = __float_as_uint(scale[2 * j]);
+                block.block_scale[t][2 * j + 1] = __float_as_uint(scale[2 * j + 1]);
+            }
+        }
     }
     smla_fence_async();
     __syncwarp();
@@ -4350,8 +4463,8 @@ SMLA_DEV void smla_hopper_weights_block(smla_hopper_smem &sm, int stage, int t, 
     rows.waiting = buffer;
 }
 
-/* The end of a split: the quarters of a row become one. */
-template <int kRows>
+/* The end of a split: the quarters of a row become one.  The precise mode's denominator is l itself. */
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, smla_hopper_few<kRows> &rows)
 {
     const int g = t >> 2 & 7, q = t & 3;
@@ -4371,10 +4484,10 @@ SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, sml
     const float l = (sum[0].x + sum[1].x) + (sum[2].x + sum[3].x);
     if (l == 0.0f) stat[t].x = smla_neg_inf();
     stat[t].y = l;
-    stat[t].z = (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y); /* .w is sum's */
+    stat[t].z = kPrecise ? l : (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y); /* .w is sum's */
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_few_weights(smla_hopper_smem &sm, const smla_decode_params &p)
 {
     const int t = threadIdx.x & 127;
@@ -4396,10 +4509,10 @@ SMLA_DEV void smla_hopper_few_weights(smla_hopper_smem &sm, const smla_decode_pa
         }
 #pragma unroll 1
         for (; ring.block != end; ++ring.block) {
-            smla_hopper_weights_block(sm, ring.stage(), t, from, rows);
+            smla_hopper_weights_block<kRows, kPrecise>(sm, ring.stage(), t, from, rows);
             ++from.count;
         }
-        smla_hopper_end_few(sm, sm.stat[index & 1], t, rows);
+        smla_hopper_end_few<kRows, kPrecise>(sm, sm.stat[index & 1], t, rows);
         __syncwarp();
         if (t == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
     });
@@ -4451,14 +4564,15 @@ SMLA_DEV void smla_hopper_rescale(const smla_hopper_smem &sm, int stage, smla_ho
 }
 
 /* Partial sums of a block to the masters: acc += S' part. */
-template <int kRows>
-SMLA_DEV void smla_hopper_add(const uint32_t (&scale)[kRows / 8], const float (&part)[kRows / 2],
+template <int kRows, bool kPrecise, int kWords>
+SMLA_DEV void smla_hopper_add(const uint32_t (&scale)[kWords], const float (&part)[kRows / 2],
                               float (&acc)[kRows / 2])
 {
     SMLA_UNROLL
     for (int j = 0; j < kRows / 8; ++j) { /* columns 8j + 2q, + 1: rows of the tile */
-        const float even = __uint_as_float(scale[j] << 16);
-        const float odd = __uint_as_float(scale[j] & 0xffff0000u);
+        const uint32_t *two = &scale[kPrecise ? 2 * j : j];
+        const float even = __uint_as_float(kPrecise ? two[0] : two[0] << 16);
+        const float odd = __uint_as_float(kPrecise ? two[1] : two[0] & 0xffff0000u);
         acc[4 * j] = fmaf(part[4 * j], even, acc[4 * j]);
         acc[4 * j + 1] = fmaf(part[4 * j + 1], odd, acc[4 * j + 1]);
         acc[4 * j + 2] = fmaf(part[4 * j + 2], even, acc[4 * j + 2]);
@@ -4467,15 +4581,16 @@ SMLA_DEV void smla_hopper_add(const uint32_t (&scale)[kRows / 8], const float (&
 }
 
 /* One block, 64 dims at a time.  With few rows, two partial accumulators take turns. */
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, uint32_t parity,
                                        uint32_t v_offset, smla_hopper_acc<kRows> &acc)
 {
-    constexpr int kParts = kRows == 64 ? 1 : 2;
+    constexpr int kParts = kRows == 64 ? 1 : 2, kWords = kRows / (kPrecise ? 4 : 8);
+    constexpr uint64_t kRest = smla_kPreciseRows * smla_kBlock >> 4; /* P's rows behind, in a descriptor */
     const uint32_t v = smla_smem_addr(sm.stage[stage]) + v_offset;
     const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.block[stage].weight), 512,
                                             smla_kSwizzle64);
-    uint32_t a[kParts][2][4], scale[kRows / 8];
+    uint32_t a[kParts][2][4], scale[kWords];
     float part[kParts][kRows / 2];
     auto multiply = [&](int u) {
         smla_hopper_sort_v(a[u % kParts]);
@@ -4483,6 +4598,10 @@ SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, ui
         smla_wgmma_fence();
         smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][0], weight, 0);
         smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][1], weight + 2, 1);
+        if (kPrecise) {
+            smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][0], weight + kRest, 1);
+            smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][1], weight + kRest + 2, 1);
+        }
         smla_wgmma_commit();
     };
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
@@ -4491,7 +4610,7 @@ SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, ui
     smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), parity);
     multiply(0);
     SMLA_UNROLL
-    for (int j = 0; j < kRows / 8; ++j) scale[j] = sm.block[stage].block_scale[threadIdx.x & 3][j];
+    for (int j = 0; j < kWords; ++j) scale[j] = sm.block[stage].block_scale[threadIdx.x & 3][j];
     smla_hopper_rescale<kRows>(sm, stage, acc);
     SMLA_UNROLL
     for (int u = 0; u < 4; ++u) {
@@ -4503,7 +4622,7 @@ SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, ui
         }
         smla_pin(part[u % kParts]);
         if (u + kParts < 4) smla_hopper_load_v(v, u + kParts, a[u % kParts]);
-        smla_hopper_add<kRows>(scale, part[u % kParts], acc.v[u]);
+        smla_hopper_add<kRows, kPrecise>(scale, part[u % kParts], acc.v[u]);
         if (kParts == 1 && u < 3) multiply(u + 1);
     }
 }
@@ -4585,7 +4704,7 @@ SMLA_DEV void smla_hopper_store(float4 *stats, const smla_decode_params &p, cons
     smla_hopper_store_out<kRows>(stats, p.out + dim, q, acc);
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params &p, int wg)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
@@ -4599,7 +4718,7 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
 #pragma unroll 1
         for (; ring.block != end; ++ring.block) {
             const int stage = ring.stage();
-            smla_hopper_values_block<kRows>(sm, stage, ring.parity(), v_offset, acc);
+            smla_hopper_values_block<kRows, kPrecise>(sm, stage, ring.parity(), v_offset, acc);
             __syncwarp();
             if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
         }
@@ -4629,7 +4748,7 @@ template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &s
     }
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 static __global__ void __launch_bounds__(smla_hopper_roles<kRows>::kThreads, 1)
 snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
                              const __grid_constant__ smla_hopper_maps maps)
@@ -4650,30 +4769,32 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         smla_bar_arrive(smla_kBarBegin, kThreads);
     } else {
         if (first.tile >= 0)
-            smla_hopper_load_q<kRows>(sm, p, first, warp - (warp > smla_kLoadWarp), kThreads / 32 - 1);
+            smla_hopper_load_q<kRows, kPrecise>(sm, p, first, warp - (warp > smla_kLoadWarp),
+                                                kThreads / 32 - 1);
         smla_bar_sync(smla_kBarBegin, kThreads);
     }
     if (wg < 2) {
         smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
-        smla_hopper_values<kRows>(sm, p, wg);
+        smla_hopper_values<kRows, kPrecise>(sm, p, wg);
     } else if (wg == 2) {
         if constexpr (kRows == smla_kHopperTile) {
             smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
             smla_hopper_softmax(sm, p);
         } else {
             smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
-            smla_hopper_few_scores<kRows>(sm, p);
+            smla_hopper_few_scores<kRows, kPrecise>(sm, p);
         }
     } else if (wg == 4) {
         if constexpr (kRows != smla_kHopperTile) {
             smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kWeightsRegs>();
-            smla_hopper_few_weights<kRows>(sm, p);
+            smla_hopper_few_weights<kRows, kPrecise>(sm, p);
         }
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
         if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
         else if (warp == 13) smla_hopper_prepare(sm, p);
-        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps) smla_hopper_sum<kRows>(sm, p, warp - 14);
+        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps)
+            smla_hopper_sum<kRows, kPrecise>(sm, p, warp - 14);
     }
 #endif
 }
@@ -5149,21 +5270,21 @@ static inline bool smla_hopper_usable()
     const cudaError_t before = cudaPeekAtLastError();
     cudaFuncAttributes have;
     const cudaError_t error =
-        cudaFuncGetAttributes(&have, (const void *)snapmla_decode_hopper_kernel<64>);
+        cudaFuncGetAttributes(&have, (const void *)snapmla_decode_hopper_kernel<64, false>);
     return smla_cuda(before, error) == SNAPMLA_OK && have.binaryVersion == 90 && have.numRegs > 64;
 }
 
-static inline snapmla_path smla_best_path(int page_size, snapmla_mode mode)
+static inline snapmla_path smla_best_path(int page_size)
 {
-    const bool hopper = page_size >= smla_kHopperPage && mode == SNAPMLA_MODE_DEFAULT;
-    return hopper && smla_hopper_usable() ? SNAPMLA_PATH_SM90 : SNAPMLA_PATH_GENERAL;
+    return page_size >= smla_kHopperPage && smla_hopper_usable() ? SNAPMLA_PATH_SM90
+                                                                 : SNAPMLA_PATH_GENERAL;
 }
 
 static inline snapmla_step smla_resolve_step(snapmla_step s)
 {
     if (s.page_size == 0) s.page_size = 64;
     smla_default_dims(&s.latent_dim, &s.rope_dim);
-    if (s.path == SNAPMLA_PATH_AUTO) s.path = smla_best_path(s.page_size, s.mode);
+    if (s.path == SNAPMLA_PATH_AUTO) s.path = smla_best_path(s.page_size);
     return s;
 }
 
@@ -5214,8 +5335,6 @@ static inline snapmla_result smla_check_shape(const snapmla_step &s)
                    || (s.path == SNAPMLA_PATH_SM90 && s.page_size >= smla_kHopperPage),
                SNAPMLA_ERROR_PATH);
     SMLA_CHECK(s.sm_count >= 0, SNAPMLA_ERROR_SM_COUNT);
-    SMLA_CHECK(s.mode == SNAPMLA_MODE_DEFAULT || s.path == SNAPMLA_PATH_GENERAL,
-               SNAPMLA_ERROR_MODE_PATH);
     return SNAPMLA_OK;
 }
 
@@ -5300,9 +5419,9 @@ struct smla_shape {
     int32_t rope_stages; /* general path */
 };
 
-static inline void smla_shape_hopper(int64_t rows, smla_shape *shape)
+static inline void smla_shape_hopper(int64_t rows, snapmla_mode mode, smla_shape *shape)
 {
-    shape->tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    shape->tile_rows = rows <= 16 || mode == SNAPMLA_MODE_PRECISE ? 16 : rows <= 32 ? 32 : 64;
     shape->max_group = smla_kHopperGroup;
     shape->blocks_per_sm = 1;
     shape->rope_stages = 0;
@@ -5333,7 +5452,7 @@ static inline snapmla_result smla_plan_geometry(const snapmla_step &s, smla_geom
     smla_shape shape;
     const int64_t rows = (int64_t)s.s_q * s.heads;
     if (sm_count == 0) SMLA_TRY(smla_attribute(cudaDevAttrMultiProcessorCount, &sm_count));
-    if (s.path == SNAPMLA_PATH_SM90) smla_shape_hopper(rows, &shape);
+    if (s.path == SNAPMLA_PATH_SM90) smla_shape_hopper(rows, s.mode, &shape);
     else SMLA_TRY(smla_shape_general(s, &shape));
     g->tile_rows = shape.tile_rows;
     g->rope_stages = shape.rope_stages;
@@ -5547,13 +5666,13 @@ static inline snapmla_result smla_hopper_make_maps(const smla_planes &planes, in
     return ok ? SNAPMLA_OK : SNAPMLA_ERROR_CUDA;
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 static inline snapmla_result smla_launch_hopper_rows(const smla_decode_params &p,
                                                      const smla_hopper_maps &maps,
                                                      cudaStream_t stream)
 {
     void *arguments[] = {(void *)&p, (void *)&maps};
-    return smla_launch_overlapping((const void *)snapmla_decode_hopper_kernel<kRows>,
+    return smla_launch_overlapping((const void *)snapmla_decode_hopper_kernel<kRows, kPrecise>,
                                    (int64_t)p.policy.parts * p.group, smla_hopper_roles<kRows>::kThreads,
                                    sizeof(smla_hopper_smem), stream, arguments);
 }
@@ -5564,9 +5683,10 @@ static inline snapmla_result smla_launch_hopper(const smla_decode_params &p, int
     smla_hopper_maps maps = {}; /* a cache without pages is never read */
     SMLA_CHECK(smla_hopper_usable(), SNAPMLA_ERROR_DEVICE);
     if (pages > 0) SMLA_TRY(smla_hopper_make_maps(p.planes, pages, &maps));
-    if (p.tile_rows == 16) return smla_launch_hopper_rows<16>(p, maps, stream);
-    if (p.tile_rows == 32) return smla_launch_hopper_rows<32>(p, maps, stream);
-    return smla_launch_hopper_rows<64>(p, maps, stream);
+    if (p.precise) return smla_launch_hopper_rows<16, true>(p, maps, stream);
+    if (p.tile_rows == 16) return smla_launch_hopper_rows<16, false>(p, maps, stream);
+    if (p.tile_rows == 32) return smla_launch_hopper_rows<32, false>(p, maps, stream);
+    return smla_launch_hopper_rows<64, false>(p, maps, stream);
 }
 
 static inline snapmla_result smla_launch_decode(const smla_decode_params &p, const smla_geometry &g,
@@ -5761,7 +5881,7 @@ SNAPMLA_API snapmla_result snapmla_device_supported(int device, snapmla_path *pa
     if (current == device) /* is there code for it? */
         SMLA_TRY(smla_cuda(before, cudaFuncGetAttributes(&have, (const void *)snapmla_plan_kernel)));
     if (path != NULL)
-        *path = current == device ? smla_best_path(smla_kHopperPage, SNAPMLA_MODE_DEFAULT)
+        *path = current == device ? smla_best_path(smla_kHopperPage)
                                   : SNAPMLA_PATH_GENERAL;
     return SNAPMLA_OK;
 }

@@ -1025,8 +1025,9 @@ void check_against_reference(const char *file, int line, problem *p, const resul
     verdict v = compare(p, r, SNAPMLA_REF_EXACT, budget);
     const double q_std = or_one(p->s.q_std);
     const bounds rounded = {v.rows >= 32 ? 3.2e-2 : 4.5e-2, 7e-2, 1, q_std > 1 ? 2e-2 : 2e-3, 2e-3};
-    const bounds precise = {3e-3, 4e-3, 1, q_std > 1 ? 2e-3 : 1e-3, 1e-4};
-    const int is_precise = gpu_mode == SNAPMLA_MODE_PRECISE;
+    const int is_precise = gpu_mode == SNAPMLA_MODE_PRECISE, fp8 = gpu_path == SNAPMLA_PATH_SM90;
+    const bounds precise = {3e-3, fp8 ? 6e-3 : 4e-3, 1, q_std > 1 ? (fp8 ? 1e-2 : 2e-3) : 1e-3,
+                            fp8 ? 1e-3 : 1e-4};
     check_verdict(file, line, p, &v, is_precise ? &precise : &rounded);
     if (gpu_path != SNAPMLA_PATH_GENERAL) return;
     /* bf16 rounding, and now and then a weight that falls to the other side of a tie, in e4m3 */

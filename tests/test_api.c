@@ -562,38 +562,13 @@ static void test_policy(void **state)
     BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)99);
     BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)-1);
     BAD_STEP(SNAPMLA_ERROR_MODE, d.mode = (snapmla_mode)(SNAPMLA_MODE_PRECISE + 1));
-    BAD_STEP(SNAPMLA_ERROR_MODE_PATH, d.mode = SNAPMLA_MODE_PRECISE, d.path = SNAPMLA_PATH_SM90);
     BAD_STEP(SNAPMLA_ERROR_PATH, d.path = (snapmla_path)99);
     BAD_STEP(SNAPMLA_ERROR_PATH, d.path = (snapmla_path)-1);
     BAD_STEP(SNAPMLA_ERROR_SM_COUNT, d.sm_count = -1);
     BAD_DECODE(SNAPMLA_ERROR_MAX_SEQ_LEN, d.step.max_seq_len = -1);
     BAD_DECODE(SNAPMLA_ERROR_MODE, d.step.mode = (snapmla_mode)99);
-    BAD_DECODE(SNAPMLA_ERROR_MODE_PATH, d.step.mode = SNAPMLA_MODE_PRECISE,
-               d.step.path = SNAPMLA_PATH_SM90);
     BAD_DECODE(SNAPMLA_ERROR_PATH, d.step.path = (snapmla_path)99);
     BAD_DECODE(SNAPMLA_ERROR_SM_COUNT, d.step.sm_count = -1);
-}
-
-/* The mode takes part in the choice of the path, the same one in every call of a step. */
-static void test_precise_mode_chooses_the_general_path(void **state)
-{
-    (void)state;
-    for (int heads = 1; heads <= 256; heads *= 4) {
-        size_t plan[2] = {0, 1}, workspace[2] = {0, 1};
-        snapmla_decode_desc d = good_decode(), r;
-        d.step.heads = heads;
-        d.step.mode = SNAPMLA_MODE_PRECISE;
-        for (int i = 0; i < 2; i++) {
-            d.step.path = i ? SNAPMLA_PATH_GENERAL : SNAPMLA_PATH_AUTO;
-            EXPECT(snapmla_plan_bytes(&d.step, &plan[i]), SNAPMLA_OK);
-            EXPECT(snapmla_decode_workspace(&d.step, &workspace[i]), SNAPMLA_OK);
-            EXPECT(snapmla_resolve(&d, &r), SNAPMLA_OK);
-            TU_CHECK_INT(r.step.path, SNAPMLA_PATH_GENERAL);
-            TU_CHECK_INT(r.step.mode, SNAPMLA_MODE_PRECISE);
-        }
-        TU_CHECK_INT(plan[0], plan[1]);
-        TU_CHECK_INT(workspace[0], workspace[1]);
-    }
 }
 
 /* What snapmla_plan_bytes() and snapmla_decode_workspace() need not look at. */
@@ -991,7 +966,6 @@ int main(void)
         cmocka_unit_test(test_shape),
         cmocka_unit_test(test_format),
         cmocka_unit_test(test_policy),
-        cmocka_unit_test(test_precise_mode_chooses_the_general_path),
         cmocka_unit_test(test_plan_buffer),
         cmocka_unit_test(test_cache_planes),
         cmocka_unit_test(test_decode_inputs),

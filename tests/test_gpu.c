@@ -229,10 +229,12 @@ int main(int argc, char **argv)
         failed += run_graph_tests();
         failed += run_accuracy_tests();
     }
-    gpu_path = SNAPMLA_PATH_GENERAL;
     gpu_mode = SNAPMLA_MODE_PRECISE;
-    print_message("path: %s, precise mode\n", gpu_path_name(gpu_path));
-    failed += run_precise_tests();
-    failed += run_precise_accuracy_tests();
+    for (int i = 0; i < (paths[1] == paths[0] ? 1 : 2); i++) {
+        gpu_path = paths[i];
+        print_message("path: %s, precise mode\n", gpu_path_name(gpu_path));
+        failed += run_precise_tests();
+        failed += run_precise_accuracy_tests();
+    }
     return failed != 0;
 }

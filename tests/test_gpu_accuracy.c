@@ -54,7 +54,10 @@ static bounds limit_of(enum kind kind, double v_mean, int32_t len)
     const int std_1 = kind == FLAT || kind == ROPE_ONLY;
     bounds limit = {3.2e-2, 7e-2, 1, std_1 ? 2e-3 : 2e-2, 1e-4};
     if (gpu_mode == SNAPMLA_MODE_PRECISE) {
-        const bounds precise = {3e-3, 5e-3, len < 1024 ? 1 : 5e-4, std_1 ? 1e-4 : 1e-3, 1e-5};
+        /* logits of FP8 tensor cores are off by what those truncate, on both sides of 1e-4 */
+        const int fp8 = gpu_path == SNAPMLA_PATH_SM90;
+        const double lse = std_1 ? (fp8 ? 1e-3 : 1e-4) : fp8 ? 1e-2 : 1e-3;
+        const bounds precise = {3e-3, 6e-3, len < 1024 ? 1 : 5e-4, lse, fp8 ? 1e-3 : 1e-5};
         limit = precise;
         if (kind == ONE_HOT) limit.rms = 2.5e-3;
         if (std_1 && len >= 1024) limit.bias = 3e-4;
@@ -232,7 +235,7 @@ static void check_sink(int one_split)
         /* FP8 tensor cores lose what is 2^-13 of the sink's one large product: as at q std 4.  The bias
            is mostly that of BF16: with a flat tail the rows are alike, and their outputs few numbers */
         const double lse = gpu_path == SNAPMLA_PATH_GENERAL ? 2e-3 : 2e-2;
-        const bounds rounded = {5e-3, 1e-2, 1e-3, lse, 0}, precise = {3e-3, 5e-3, 1e-3, 1e-3, 0};
+        const bounds rounded = {5e-3, 1e-2, 1e-3, lse, 0}, precise = {3e-3, 5e-3, 1e-3, lse, 0};
         const bounds limit = gpu_mode == SNAPMLA_MODE_PRECISE ? precise : rounded;
         verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 0, kind * kRows, kRows);
         print_message("  sink, %s, tail %s: rms %.2e (<= %.1e), bias %+.1e, lse %.1e\n",
