@@ -76,7 +76,7 @@ build/01_minimal: examples/01_minimal.cu $(headers) | build
 build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
-build/bench build/bench_dataflow: build/%: examples/%.cu $(headers) | build
+build/bench build/bench_dataflow: build/%: examples/%.cu examples/bench_util.h $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
 build/04_mla_layer: examples/04_mla_layer.cu snapmla.cuh | build
