@@ -54,7 +54,7 @@ test:
 	@tests/run.sh
 
 examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/bench_dataflow \
-  build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
+  build/accuracy build/chart build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
 
 bench: build/bench build/bench_dataflow
 	build/bench
@@ -78,6 +78,15 @@ build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 
 build/bench build/bench_dataflow: build/%: examples/%.cu examples/bench_util.h $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
+
+build/accuracy: examples/accuracy.cu $(headers) | build
+	$(nvcc) $(run_code) -Xcompiler -fopenmp -o $@ $<
+
+build/accuracy_cpu: examples/accuracy.cu snapmla_ref.h | build
+	$(CC) -x c -std=c99 -O3 -Wall -Wextra -Werror -DNO_GPU -fopenmp -o $@ $< -lm
+
+build/chart: examples/chart.c examples/svg_chart.h | build
+	$(CC) -std=c99 -O2 -Wall -Wextra -Werror -o $@ $< -lm
 
 build/04_mla_layer: examples/04_mla_layer.cu snapmla.cuh | build
 	$(nvcc) $(run_code) -o $@ $< -lcublas
@@ -108,7 +117,7 @@ build/impl_ptx80.o: tests/impl.cu snapmla.cuh | build
 build/arch/impl_sm_%.o: tests/impl.cu snapmla.cuh | build/arch
 	$(nvcc) $(no_spills) $(call code,sm_$*) -c -o $@ $<
 
-build/arch/%.o: examples/%.cu $(headers) $(tiny_h) | build/arch
+build/arch/%.o: examples/%.cu $(headers) $(tiny_h) $(wildcard examples/*.h) | build/arch
 	mkdir -p $(@D) && $(nvcc) $(all_code) -DTINY_MLA_GPU -c -o $@ $<
 
 build/arch/%.o: examples/%.c $(headers) | build/arch
