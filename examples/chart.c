@@ -1,12 +1,13 @@
 /* chart.c - draws what bench and accuracy have measured: a CSV file to an SVG chart.
 
        cc -O2 -std=c99 examples/chart.c -o chart -lm
-       ./chart speed examples/charts/headline.csv speed.svg
+       ./chart speed examples/charts/speed.csv speed.svg
        ./chart error examples/charts/accuracy.csv error.svg [distribution]
 
-   speed: the rows of the headline preset, one line for each number of heads, and dashed the ceiling
-   that binds it, measured in the same run.  error: relative rms against length on log axes, decode
-   in one split beside one FP8 accumulator, for one distribution (default: mean).
+   speed: the rows of the headline preset, one line for each number of heads, and dashed, where the
+   file has both, the ceiling that binds it, measured in the same run.
+   error: relative rms against length on log axes, decode in one split beside one FP8 accumulator, for
+   one distribution (default: mean).
 
    Expected output: none.  Exit code: 0, or 1 with a message. */
 #include "svg_chart.h"
@@ -98,9 +99,10 @@ static void add_point(svg_chart *c, svg_line *l, double x, double y)
     svg_point(l, x, y);
 }
 
-/* TF that a ceiling allows for m rows a request, and which one it is. */
+/* TF that the ceiling of a row allows; 0 where the tensor cores' is not known. */
 static double ceiling_tf(const csv *t, int row)
 {
+    if (text_of(t, row, "fp8_tflops")[0] == 0) return 0;
     return number_of(t, row, "tflops") / number_of(t, row, "ceiling_share");
 }
 
@@ -119,12 +121,12 @@ static void draw_speed(svg_chart *c, const csv *t)
         snprintf(name, sizeof name, "ceiling of %d", heads[i]);
         ceiling = svg_new_line(c, name, i, 1);
         for (int row = 0; row < t->rows; row++) {
-            const double kv = number_of(t, row, "kv");
+            const double kv = number_of(t, row, "kv"), tf = number_of(t, row, "tflops");
             if (strcmp(text_of(t, row, "preset"), "headline") != 0) continue;
             if (number_of(t, row, "heads") != heads[i] || number_of(t, row, "page") != 64) continue;
-            add_point(c, speed, kv, number_of(t, row, "tflops"));
-            add_point(c, ceiling, kv, ceiling_tf(t, row));
-            c->y_max = fmax(c->y_max, 1.05 * ceiling_tf(t, row));
+            add_point(c, speed, kv, tf);
+            if (ceiling_tf(t, row) > 0) add_point(c, ceiling, kv, ceiling_tf(t, row));
+            c->y_max = fmax(c->y_max, 1.05 * fmax(tf, ceiling_tf(t, row)));
         }
     }
 }

@@ -171,6 +171,7 @@ static int svg_chart_write(const svg_chart *c, const char *file)
     svg_place_names(c, name_y);
     for (int i = 0; i < c->lines; i++) {
         const svg_line *l = &c->line[i];
+        if (l->n == 0) continue;
         fprintf(f, "<polyline class=\"s%d%s\" points=\"", l->colour, l->dashed ? " dash" : "");
         for (int k = 0; k < l->n; k++)
             fprintf(f, "%s%.1f,%.1f", k ? " " : "", svg_x(c, l->x[k]), svg_y(c, l->y[k]));
@@ -178,7 +179,7 @@ static int svg_chart_write(const svg_chart *c, const char *file)
         for (int k = 0; k < l->n && !l->dashed; k++)
             fprintf(f, "<circle class=\"p%d\" cx=\"%.1f\" cy=\"%.1f\" r=\"3.5\"/>\n", l->colour,
                     svg_x(c, l->x[k]), svg_y(c, l->y[k]));
-        if (l->name[0] != 0 && l->n > 0) {
+        if (l->name[0] != 0) {
             char class_name[8];
             snprintf(class_name, sizeof class_name, "n%d", l->colour);
             svg_text(f, SVG_RIGHT + 12, name_y[i], class_name, l->name);
