@@ -437,7 +437,6 @@ static void *device(const void *host, size_t bytes)
     return p;
 }
 
-/* splits = 0: as the library likes it */
 static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
                        int splits, attention *result)
 {
@@ -507,20 +506,14 @@ static int find_decoders(decoder *list, char *device_name, size_t size)
     (void)list, (void)device_name, (void)size;
     return 0;
 }
-#endif
 
-static void decode(const decoder *by, const problem *p, const planes *queries, const planes *keys,
-                   int splits, attention *result)
+/* There is no decoder that would call it. */
+static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
+                       int splits, attention *result)
 {
-#if !defined(NO_GPU)
-    if (by->gpu) {
-        decode_gpu(p, queries, keys, by->path, splits, result);
-        return;
-    }
-#endif
-    (void)by;
-    emulate(p, queries, keys, splits, 0, result);
+    (void)p, (void)queries, (void)keys, (void)path, (void)splits, (void)result;
 }
+#endif
 
 /* ================================================================================================
    the report
@@ -556,7 +549,7 @@ static int report(const options *o, int kind, int32_t tokens)
     static const char *const format_name[4] = {"format", "one scale", "fp8 rope", "both"};
     const int emulated = tokens <= o->emulate_to || !o->decoder[0].gpu;
     problem p = make_problem(kind, tokens);
-    attention over_bf16, exact, got;
+    attention over_bf16, exact, got, emulation[4];
     planes queries = {0, NULL, NULL, NULL}, keys = queries;
     error of_format[4];
     int wrong = 0;
@@ -574,20 +567,30 @@ static int report(const options *o, int kind, int32_t tokens)
         }
     }
 
-    for (int splits = 1; splits >= 0; splits = splits == 1 ? MANY : splits == MANY ? 0 : -1) {
+    /* In one split and in several, snapmla's way where there is no GPU, and in one accumulator. */
+    PARALLEL("omp parallel for schedule(dynamic)")
+    for (int i = 0; i < 4; i++) {
+        const int single = i % 2, splits = i / 2 ? MANY : 1;
+        if (splits == MANY && tokens < MANY * 128) continue;
+        if (single ? emulated : !o->decoder[0].gpu)
+            emulate(&p, &queries, &keys, splits, single, &emulation[i]);
+    }
+
+    for (int round = 0; round < 3; round++) {
+        static const int splits_of[3] = {1, MANY, 0}; /* 0: as the library likes it */
+        const int splits = splits_of[round], have_single = emulated && splits > 0;
+        error single = {0, 0, 0, 0};
         if (splits == MANY && tokens < MANY * 128) continue;
         if (splits == 0 && !o->decoder[0].gpu) continue;
-        error single = {0, 0, 0, 0};
-        const int have_single = emulated && splits > 0;
         if (have_single) {
-            emulate(&p, &queries, &keys, splits, 1, &got);
-            single = compare(&got, &exact);
+            single = compare(&emulation[2 * round + 1], &exact);
             csv_row(o, "quantised", "one accumulator", kind, tokens, splits, single);
         }
         for (int i = 0; i < o->decoders; i++) {
             const decoder *by = &o->decoder[i];
-            char count[8] = "auto";
-            decode(by, &p, &queries, &keys, splits, &got);
+            char count[16] = "auto";
+            if (by->gpu) decode_gpu(&p, &queries, &keys, by->path, splits, &got);
+            else got = emulation[2 * round];
             const error e = compare(&got, &exact), all = compare(&got, &over_bf16);
             csv_row(o, "quantised", by->name, kind, tokens, splits, e);
             csv_row(o, "bf16", by->name, kind, tokens, splits, all);

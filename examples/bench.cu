@@ -33,6 +33,7 @@
        --csv [FILE]         CSV to FILE beside the table, or to standard output in its place
        --json FILE          the same as JSON
        --check FILE         hold the rows to targets: see examples/charts/targets.csv
+       --note TEXT          goes into the first line of all outputs, e.g. the commit
 
    How it measures.  Keys are N(0,1), written by snapmla_append(); queries are N(0,1) and
    softmax_scale is 576^-0.5, so that logits have deviation 1.  A case takes its pages from a pool
@@ -144,7 +145,7 @@ typedef struct options {
     method how;
     double pool_gb;
     unsigned long long seed;
-    const char *csv_name, *json_name;
+    const char *csv_name, *json_name, *note;
     FILE *table, *csv, *json;
     int records; /* written to csv and json so far */
     int targets;
@@ -561,14 +562,15 @@ static void report_header(const options *o, const pool *p, const ceilings *top)
     strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
     if (top->fp8 > 0) snprintf(fp8, sizeof fp8, "%.0f", top->fp8 * 1e-12);
 
-    snprintf(first, sizeof first,
-             "%s, %d SMs, L2 %d MB, up to %d MHz, memory %d MHz; CUDA %d.%d, driver for %d.%d%s; "
-             "snapmla %d.%d.%d; %s",
-             prop.name, sms, l2 >> 20, clock / 1000, memory_clock / 1000, runtime / 1000,
-             runtime % 1000 / 10, driver / 1000, driver % 1000 / 10, release,
-             SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH, date);
-    snprintf(second, sizeof second, "%s, median of %d, q %s, pool %.1f GB, seed %llu",
-             o->how.rested ? "rested" : "warm", o->how.iters, o->q_planes ? "planes" : "bf16",
+    snprintf(first, sizeof first, "%s; CUDA %d.%d, driver for %d.%d%s; snapmla %d.%d.%d%s%s; %s",
+             prop.name, runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10,
+             release, SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH,
+             o->note ? " " : "", o->note ? o->note : "", date);
+    snprintf(second, sizeof second,
+             "%d SMs, L2 %d MB, up to %d MHz, memory %d MHz; %s, median of %d, q %s, pool %.1f GB, "
+             "seed %llu",
+             sms, l2 >> 20, clock / 1000, memory_clock / 1000, o->how.rested ? "rested" : "warm",
+             o->how.iters, o->q_planes ? "planes" : "bf16",
              (double)p->tokens * TOKEN_BYTES * 1e-9, o->seed);
     snprintf(third, sizeof third,
              "ceilings: read %.0f GB/s, copy %.0f GB/s, FP8 tensor cores %s TF; empty kernel %.1f "
@@ -577,7 +579,7 @@ static void report_header(const options *o, const pool *p, const ceilings *top)
     FILE *files[] = {o->table, o->csv};
     for (int i = 0; i < 2; i++)
         if (files[i] != NULL)
-            fprintf(files[i], "# %s\n# %s; %s\n# %s\n", first, o->command, second, third);
+            fprintf(files[i], "# %s\n# %s; %s\n# %s\n", first, second, o->command, third);
     if (o->table != NULL)
         fprintf(o->table, "%5s %3s %5s %5s %7s %4s %-8s %-8s %9s %7s %6s %6s %6s %8s %6s  %s\n",
                 "heads", "s_q", "M", "batch", "kv", "page", "path", "mode", "decode us", "b2b",
@@ -1104,6 +1106,7 @@ static void parse(options *o, int argc, char **argv)
         else if (strcmp(flag, "--preset") == 0) presets = parse_names(flag, value, kPresets);
         else if (strcmp(flag, "--json") == 0) o->json_name = value;
         else if (strcmp(flag, "--check") == 0) read_targets(o, value);
+        else if (strcmp(flag, "--note") == 0) o->note = value;
         else if (strcmp(flag, "--page") == 0) o->page = parse_ints(flag, value, 1);
         else if (strcmp(flag, "--mode") == 0) o->mode = parse_names(flag, value, kModes);
         else if (strcmp(flag, "--path") == 0) o->path = parse_names(flag, value, kPaths);

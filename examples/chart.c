@@ -6,8 +6,8 @@
 
    speed: the rows of the headline preset, one line for each number of heads, and dashed, where the
    file has both, the ceiling that binds it, measured in the same run.
-   error: relative rms against length on log axes, decode in one split beside one FP8 accumulator, for
-   one distribution (default: mean).
+   error: relative rms against length on log axes, decode in one split beside one FP8 accumulator,
+   for one distribution (default: mean).
 
    Expected output: none.  Exit code: 0, or 1 with a message. */
 #include "svg_chart.h"

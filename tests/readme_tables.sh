@@ -144,6 +144,19 @@ table_accuracy() {
         }' "$charts/accuracy.csv"
 }
 
+# the FP8 peer against fp64 over its own inputs
+table_peererror() {
+    awk -v peers=0 "$awk_common"'
+        { line[++lines] = sprintf("| %s | %s | %s | %s | %s |", at["distribution"],
+              length_text(at["tokens"]), at["one_split"], at["sixteen_splits"], at["scheduled"]) }
+        END {
+            print "| rows | tokens | one split | 16 splits | its scheduler, 128 requests |"
+            print "|---|---|---|---|---|"
+            for (i = 1; i <= lines; i++) print line[i]
+            exit lines < 2
+        }' "$charts/peers_error.csv"
+}
+
 # what the parts of the design are there for, at the longest length that has everything
 table_design() {
     awk -v peers=0 "$awk_common"'
