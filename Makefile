@@ -10,6 +10,10 @@ ARCH      ?= sm_90a
 ARCHS     ?= sm_80 sm_89 sm_90a sm_100 sm_120
 export CC CXX NVCC CUDA_HOME ARCH ARCHS
 
+# where `make figures` writes, and what it says of the tree that was measured
+CHARTS    ?= examples/charts
+NOTE      ?= $(shell git rev-parse --short HEAD 2>/dev/null)
+
 CFLAGS    ?= -O3
 NVCCFLAGS ?= -O3
 code       = -gencode arch=$(1:sm_%=compute_%),code=$(1)
@@ -40,6 +44,7 @@ help:
 	@echo 'make test      every test that can run on this machine; GPU tests skip where there is no GPU'
 	@echo 'make examples  the programs of examples/, in build/'
 	@echo 'make bench     speed of decode and of the data flow (needs a GPU)'
+	@echo 'make figures   measures all numbers of README.md into CHARTS (needs a GPU; CHARTS is $(CHARTS))'
 	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
 	@echo 'make clean     remove build/'
 	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
@@ -59,6 +64,12 @@ examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build
 bench: build/bench build/bench_dataflow
 	build/bench
 	build/bench_dataflow
+
+# tests/readme_tables.sh --write then puts them into README.md and draws the charts
+figures: build/bench build/bench_dataflow build/accuracy
+	build/bench --preset all --note '$(NOTE)' --csv $(CHARTS)/speed.csv
+	build/bench_dataflow --csv $(CHARTS)/dataflow.csv
+	build/accuracy --note '$(NOTE)' --csv $(CHARTS)/accuracy.csv
 
 sanitize: build/test_gpu
 	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --error-exitcode 9 build/test_gpu
@@ -157,5 +168,5 @@ build/test_gpu_ptx80: $(gpu_tests) build/impl_ptx80.o | build/libcmocka.so.0
 build/test_wrong_arch: build/test_wrong_arch.o build/arch/impl_sm_80.o | build/libcmocka.so.0
 	$(CXX) -o $@ $^ $(cmocka) $(cudart)
 
-.PHONY: help demo test examples examples_all_archs bench sanitize clean
+.PHONY: help demo test examples examples_all_archs bench figures sanitize clean
 .DELETE_ON_ERROR:

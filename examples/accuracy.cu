@@ -8,6 +8,7 @@
        ./accuracy --to 16K --csv errors.csv     other lengths: 1, 64, 1K, 4K, 16K, 64K, 128K, 1M
        ./accuracy --emulate-to 128K             how far `one acc` goes; default 64K, a minute
        ./accuracy sink flat                     some of the distributions
+       ./accuracy --csv FILE --note TEXT        TEXT goes into its first line, e.g. the commit
 
    Without a GPU, or compiled with NO_GPU, decode is the emulation of snapmla_ref.h: the same
    recurrence with the same roundings, on the arithmetic of Hopper's tensor cores.
@@ -637,7 +638,7 @@ int main(int argc, char **argv)
 {
     const decoder emulation = {"emulated", 0, 0};
     char device_name[256] = "no GPU: decode is the emulation of snapmla_ref.h", date[32];
-    const char *csv_name = NULL;
+    const char *csv_name = NULL, *note = "";
     options o;
     time_t now = time(NULL);
     int some = 0, wrong = 0;
@@ -650,6 +651,7 @@ int main(int argc, char **argv)
         if (strcmp(argv[i], "--to") == 0) o.to = parse_length(argv[++i]);
         else if (strcmp(argv[i], "--emulate-to") == 0) o.emulate_to = parse_length(argv[++i]);
         else if (strcmp(argv[i], "--csv") == 0 && i + 1 < argc) csv_name = argv[++i];
+        else if (strcmp(argv[i], "--note") == 0 && i + 1 < argc) note = argv[++i];
         else {
             while (kind < DISTRIBUTIONS && strcmp(argv[i], kName[kind]) != 0) kind++;
             if (kind == DISTRIBUTIONS) usage(argv[i]);
@@ -666,9 +668,9 @@ int main(int argc, char **argv)
            "splits", "decode by", "decode", "bias", "lse", "one acc", "bias", "all", "format",
            "1 scale", "rope8", "both");
     if (o.csv)
-        fprintf(o.csv, "# %s; %s; relative rms of %d heads\n"
+        fprintf(o.csv, "# %s; %s%s%s; relative rms of %d heads\n"
                        "against,what,distribution,tokens,splits,rms,bias,lse\n",
-                device_name, date, HEADS);
+                device_name, note, note[0] ? "; " : "", date, HEADS);
     for (int kind = 0; kind < DISTRIBUTIONS; kind++)
         for (size_t i = 0; i < sizeof kLengths / sizeof kLengths[0]; i++)
             if (kLengths[i] <= o.to && (o.chosen[kind] || !some))

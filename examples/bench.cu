@@ -565,7 +565,7 @@ static void report_header(const options *o, const pool *p, const ceilings *top)
     snprintf(first, sizeof first, "%s; CUDA %d.%d, driver for %d.%d%s; snapmla %d.%d.%d%s%s; %s",
              prop.name, runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10,
              release, SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH,
-             o->note ? " " : "", o->note ? o->note : "", date);
+             o->note && o->note[0] ? ", " : "", o->note ? o->note : "", date);
     snprintf(second, sizeof second,
              "%d SMs, L2 %d MB, up to %d MHz, memory %d MHz; %s, median of %d, q %s, pool %.1f GB, "
              "seed %llu",

@@ -4,10 +4,7 @@
 # the function table_NAME below prints.
 #
 # Without --write: a line for every table that is not what it should be, and exit code 1.
-# With it: they are written into README, and the charts are drawn anew, e.g. after
-#     build/bench --preset all --csv examples/charts/speed.csv
-#     build/accuracy --csv examples/charts/accuracy.csv
-#     build/bench_dataflow --csv examples/charts/dataflow.csv
+# With it: they are written into README, and the charts are drawn anew, e.g. after `make figures`.
 set -eu
 export LC_ALL=C
 cd "$(dirname "$0")/.."
