@@ -87,7 +87,7 @@ table_slower() {
             if (shapes == 0) { print "no shape was measured on both sides" > "/dev/stderr"; exit 1 }
             printf "Of %d shapes measured on both sides, snapmla is slower than one of the peers in",
                 shapes
-            printf " %d%s\n", lines, lines ? ":" : "."
+            printf " %s%s\n", lines ? lines : "none", lines ? ":" : "."
             if (lines) {
                 printf "\n| heads | query tokens | requests | tokens each | snapmla µs |"
                 print " FP8 peer µs | BF16 peer µs |\n|---|---|---|---|---|---|---|"
