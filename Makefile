@@ -10,6 +10,10 @@ ARCH      ?= sm_90a
 ARCHS     ?= sm_80 sm_89 sm_90a sm_100 sm_120
 export CC CXX NVCC CUDA_HOME ARCH ARCHS
 
+# where `make figures` writes, and what it says of the tree that was measured
+CHARTS    ?= examples/charts
+NOTE      ?= $(shell git rev-parse --short HEAD 2>/dev/null)
+
 CFLAGS    ?= -O3
 NVCCFLAGS ?= -O3
 code       = -gencode arch=$(1:sm_%=compute_%),code=$(1)
@@ -40,6 +44,7 @@ help:
 	@echo 'make test      every test that can run on this machine; GPU tests skip where there is no GPU'
 	@echo 'make examples  the programs of examples/, in build/'
 	@echo 'make bench     speed of decode and of the data flow (needs a GPU)'
+	@echo 'make figures   measures all numbers of README.md into CHARTS (needs a GPU; CHARTS is $(CHARTS))'
 	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
 	@echo 'make clean     remove build/'
 	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
@@ -54,11 +59,17 @@ test:
 	@tests/run.sh
 
 examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/bench_dataflow \
-  build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
+  build/accuracy build/chart build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
 
 bench: build/bench build/bench_dataflow
 	build/bench
 	build/bench_dataflow
+
+# tests/readme_tables.sh --write then puts them into README.md and draws the charts
+figures: build/bench build/bench_dataflow build/accuracy
+	build/bench --preset all --note '$(NOTE)' --csv $(CHARTS)/speed.csv
+	build/bench_dataflow --csv $(CHARTS)/dataflow.csv
+	build/accuracy --note '$(NOTE)' --csv $(CHARTS)/accuracy.csv
 
 sanitize: build/test_gpu
 	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --error-exitcode 9 build/test_gpu
@@ -76,8 +87,17 @@ build/01_minimal: examples/01_minimal.cu $(headers) | build
 build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
-build/bench build/bench_dataflow: build/%: examples/%.cu $(headers) | build
+build/bench build/bench_dataflow: build/%: examples/%.cu examples/bench_util.h $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
+
+build/accuracy: examples/accuracy.cu $(headers) | build
+	$(nvcc) $(run_code) -Xcompiler -fopenmp -o $@ $<
+
+build/accuracy_cpu: examples/accuracy.cu snapmla_ref.h | build
+	$(CC) -x c -std=c99 -O3 -Wall -Wextra -Werror -DNO_GPU -fopenmp -o $@ $< -lm
+
+build/chart: examples/chart.c examples/svg_chart.h | build
+	$(CC) -std=c99 -O2 -Wall -Wextra -Werror -o $@ $< -lm
 
 build/04_mla_layer: examples/04_mla_layer.cu snapmla.cuh | build
 	$(nvcc) $(run_code) -o $@ $< -lcublas
@@ -108,7 +128,7 @@ build/impl_ptx80.o: tests/impl.cu snapmla.cuh | build
 build/arch/impl_sm_%.o: tests/impl.cu snapmla.cuh | build/arch
 	$(nvcc) $(no_spills) $(call code,sm_$*) -c -o $@ $<
 
-build/arch/%.o: examples/%.cu $(headers) $(tiny_h) | build/arch
+build/arch/%.o: examples/%.cu $(headers) $(tiny_h) $(wildcard examples/*.h) | build/arch
 	mkdir -p $(@D) && $(nvcc) $(all_code) -DTINY_MLA_GPU -c -o $@ $<
 
 build/arch/%.o: examples/%.c $(headers) | build/arch
@@ -148,5 +168,5 @@ build/test_gpu_ptx80: $(gpu_tests) build/impl_ptx80.o | build/libcmocka.so.0
 build/test_wrong_arch: build/test_wrong_arch.o build/arch/impl_sm_80.o | build/libcmocka.so.0
 	$(CXX) -o $@ $^ $(cmocka) $(cudart)
 
-.PHONY: help demo test examples examples_all_archs bench sanitize clean
+.PHONY: help demo test examples examples_all_archs bench figures sanitize clean
 .DELETE_ON_ERROR:

@@ -1,26 +1,40 @@
-/* bench.cu - how fast snapmla decodes.  Every case is checked against the CPU reference first, and
-   a wrong answer gets no speed.
+/* bench.cu - how fast snapmla decodes, beside what the GPU could do.  Every case is checked against
+   the CPU reference first, and a wrong answer gets no speed.
 
        nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a examples/bench.cu -o bench
-       ./bench                                          a headline set, about ten seconds
+       ./bench                                          the headline preset, about half a minute
+       ./bench --preset latency,mtp --csv speed.csv     others, each within a minute
+       ./bench --preset headline --check examples/charts/targets.csv
        ./bench --heads 16,64,128 --kv 4K,16K,128K --batch 32
-       ./bench --latency                                small batches, plan, fixed cost: a minute
 
-   Lists make a grid; K and M mean 1024 and 1024 * 1024.
-       --heads --s-q --batch --kv --page    lists; defaults 16,64,128; 1; 64; 16K; 64
-       --mode --path                        lists of names; defaults `default`; `auto`.
-                                            Modes: default, precise (general path only)
+   Presets, in lists as well; `all` is all of them.
+       headline     16 to 128 heads, 512 requests of 1K to 8 of 128K tokens: 0.5M to 1M in all
+       latency      one request and four; the plan for many batch sizes; what a launch costs
+       mtp          several query tokens: M = 256 and 512 with 128 heads, s_q 2 to 8 with 16
+       small        short requests, and batches that leave SMs idle
+       flaggems     640, 8192 and 33280 tokens, 1 to 128 requests, beside an H800's times of BF16
+                    FlashMLA and of SnapMLA's own kernel, where they are known
+       sustained    600 launches back to back without rest, 64 requests of 16K: what the power
+                    limit leaves
+   The data flow (append, quantise, fetch, copies) is measured by examples/bench_dataflow.cu.
+
+   Or a grid of lists; K and M mean 1024 and 1024 * 1024.
+       --heads --s-q --batch --kv           lists; defaults 16,64,128; 1; 64; 16K
+   With both:
+       --page --mode --path                 lists; defaults 64; `default`; `auto`
+                                            Modes: default, precise
        --split-tokens N     cut every request at multiples of N instead of balancing
        --causal 0|1         default: 1 where s_q > 1
        --varlen             lengths from a normal distribution round kv, deviation kv / 2
        --q bf16|planes      queries as BF16, which decode quantises (default), or quantised before
        --iters N            20 to 150 timed launches, default 30
-       --latency            one request and small batches instead of the grid, the plan for many
-                            batch sizes, and where the fixed cost goes
        --warm               no 200 ms of rest before each measurement
        --pool-gb X          size of the cache pool, default 12
        --seed N             default: from the clock; printed
        --csv [FILE]         CSV to FILE beside the table, or to standard output in its place
+       --json FILE          the same as JSON
+       --check FILE         hold the rows to targets: see examples/charts/targets.csv
+       --note TEXT          goes into the first line of all outputs, e.g. the commit
 
    How it measures.  Keys are N(0,1), written by snapmla_append(); queries are N(0,1) and
    softmax_scale is 576^-0.5, so that logits have deviation 1.  A case takes its pages from a pool
@@ -28,38 +42,41 @@
    that no page is still in L2 when its turn comes again.  Time is the median of event intervals
    round one call, after 6 warm-ups.  A kernel that waits goes first, so that the launches are
    queued before the first of them runs; an empty kernel measured in that way is printed and is not
-   subtracted.  The read ceiling is a kernel of 16-byte loads over random 32 KB pieces of the pool,
-   in the same run.  Before each measurement the GPU rests for 200 ms, since the power limit would
-   lower its clocks in a long run; --warm leaves this out.
+   subtracted.  Before each measurement the GPU rests for 200 ms, since the power limit would lower
+   its clocks in a long run; `--warm` and `sustained` leave this out.  The ceilings are taken in the
+   same way in the same run; bench_util.h says of what.
 
    Columns: M = s_q * heads, query rows a request; `decode` and `plan`: microseconds a call (plan
-   is once a step, for all layers); TF = 2 * M * 1088 * tokens / time; TB/s of 644 bytes a token;
-   `read` = that by the ceiling; `error`: relative rms against the reference over sampled rows of
-   a request, the worst of up to four requests.
+   is once a step, for all layers); `b2b`: a call in a row of 200 without events between;
+   TF = 2 * M * 1088 * tokens / time; TB/s of 644 bytes a token; `ceiling`: the least time that the
+   read ceiling (m: 644 bytes a token) or the FP8 tensor cores (t: 2 * M * 1152 flop a token, RoPE
+   counted double since it is BF16) would take, whichever is more, by the time of decode; `/BF16`:
+   the time in which the read ceiling would deliver 1152 bytes a token, by the time of decode: any
+   kernel over a BF16 cache is slower by this factor at least; `error`: relative rms against the
+   reference over sampled rows of a request, the worst of up to four requests.
 
-   Expected output: two lines on the device and the ceiling, then a row a case.
-   Exit code: 0 = all right, 1 = a wrong answer or a failed call, 2 = wrong arguments or no GPU. */
+   Expected output: three lines on the device and its ceilings, then a row a case.
+   Exit code: 0 = all right, 1 = a wrong answer, a failed call or a row below a required target,
+   2 = wrong arguments or no GPU. */
 #define SNAPMLA_IMPLEMENTATION
 #include "../snapmla.cuh"
 #define SNAPMLA_REF_IMPLEMENTATION
 #include "../snapmla_ref.h"
 
-#include <cuda_bf16.h>
+#include "bench_util.h"
+
 #include <limits.h>
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
+#include <stdarg.h>
+#include <unistd.h>
 
 /* ================================================================================================
    constants and types
    ============================================================================================== */
 enum { LATENT = 512, ROPE = 64, DIM = LATENT + ROPE };
 enum { TOKEN_BYTES = LATENT + 4 + 2 * ROPE }; /* 644, what a cached token costs */
-enum { CHUNK = 32768 };                       /* bytes of a piece that the read ceiling reads */
-enum { WARM_UPS = 6, MAX_ITERS = 150 };       /* 150: a stream still takes them without waiting */
-enum { MAX_LIST = 16, MAX_SHAPES = 4096 };
+enum { BF16_BYTES = 2 * DIM };                /* 1152, what it costs in BF16 */
+enum { MAX_LIST = 16, MAX_SHAPES = 4096, MAX_TARGETS = 64, MAX_FIELDS = 40 };
+enum { B2B_CALLS = 200, SUSTAINED_CALLS = 600 };
 enum { CHECK_REQUESTS = 4, CHECK_ROWS = 16 }; /* sampled, and query rows of each, at most */
 enum { CHECK_TOKENS = 1 << 20 };              /* rows * tokens that a check costs, about 0.5 s */
 
@@ -86,28 +103,68 @@ typedef struct int_list {
     int v[MAX_LIST];
 } int_list;
 
+typedef enum preset {
+    PRESET_GRID, PRESET_HEADLINE, PRESET_LATENCY, PRESET_MTP, PRESET_SMALL, PRESET_FLAGGEMS,
+    PRESET_SUSTAINED, PRESET_ALL, PRESET_DATAFLOW
+} preset;
+
+static const name_value kPresets[] = {
+    {"grid", PRESET_GRID},         {"headline", PRESET_HEADLINE}, {"latency", PRESET_LATENCY},
+    {"mtp", PRESET_MTP},           {"small", PRESET_SMALL},       {"flaggems", PRESET_FLAGGEMS},
+    {"sustained", PRESET_SUSTAINED}, {"all", PRESET_ALL},         {"dataflow", PRESET_DATAFLOW},
+    {NULL, 0},
+};
+
 typedef struct shape {
     int heads, s_q, batch, kv;
+    preset from;
 } shape;
 
-/* What `./bench` runs: throughput of a large batch, then latency of one request. */
-static const shape kHeadline[] = {
-    {16, 1, 64, 16384}, {64, 1, 64, 16384}, {128, 1, 64, 16384},
-    {16, 1, 1, 4096},   {16, 1, 1, 32768},  {16, 1, 1, 131072},
-    {128, 1, 1, 4096},  {128, 1, 1, 32768}, {128, 1, 1, 131072},
+/* Microseconds of kernels on an H800, as others measured them; README names the source. */
+typedef struct h800 {
+    int heads, batch, kv;
+    double bf16, snapmla;
+} h800;
+
+static const h800 kH800[] = {
+    {128, 1, 640, 13.9, 23.4},  {128, 16, 640, 22.1, 27.1}, {128, 64, 640, 34.5, 31.8},
+    {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9}, {64, 4, 8192, 31.1, 41.5},
+    {64, 8, 8192, 50.8, 45.3},  {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9},
 };
+
+/* What rows of such shapes have to reach: at least or at most so much in the column `metric`. */
+typedef struct target {
+    char level[16], metric[24], what[96];
+    double from[4], to[4]; /* of m, kv, batch and all tokens */
+    double at_least, at_most; /* NaN: not asked */
+    int met, missed;
+} target;
 
 typedef struct options {
     int cases;
     shape shapes[MAX_SHAPES];
     int_list page, mode, path;
-    int split_tokens, causal, varlen, q_planes, iters, rested, latency;
+    int split_tokens, causal, varlen, q_planes;
+    method how;
     double pool_gb;
     unsigned long long seed;
-    const char *csv_name;
-    FILE *table, *csv;
+    const char *csv_name, *json_name, *note;
+    FILE *table, *csv, *json;
+    int records; /* written to csv and json so far */
+    int targets;
+    target target[MAX_TARGETS];
     char command[1024];
 } options;
+
+/* One row of the CSV. */
+typedef struct record {
+    int n;
+    struct {
+        const char *name;
+        char text[48]; /* empty: unknown */
+        int quoted;
+    } field[MAX_FIELDS];
+} record;
 
 /* All of the cache, shared by all cases; a case sees it in pages of its own size. */
 typedef struct pool {
@@ -129,11 +186,6 @@ typedef struct run {
     snapmla_decode_desc d;
 } run;
 
-typedef struct timing {
-    double median_us, min_us;
-    int queued; /* 0: the CPU was too slow, so that the time holds launch latency */
-} timing;
-
 typedef struct accuracy {
     double rms, lse; /* the worst of the sampled requests and rows */
     int rows, bad;   /* bad is counted beside the maxima, where NaN would hide */
@@ -144,69 +196,6 @@ typedef struct accuracy {
 /* ================================================================================================
    helpers
    ============================================================================================== */
-static void require(int ok, const char *what, const char *why)
-{
-    if (!ok) {
-        fflush(stdout);
-        fprintf(stderr, "bench: %s: %s\n", what, why);
-        exit(1);
-    }
-}
-
-#define LIB(call)                                                                                  \
-    do {                                                                                           \
-        snapmla_result result_ = (call);                                                           \
-        require(result_ == SNAPMLA_OK, #call, snapmla_result_string(result_));                     \
-    } while (0)
-#define CUDA(call)                                                                                 \
-    do {                                                                                           \
-        cudaError_t error_ = (call);                                                               \
-        require(error_ == cudaSuccess, #call, cudaGetErrorString(error_));                         \
-    } while (0)
-
-static void *host_alloc(size_t bytes)
-{
-    void *p = malloc(bytes ? bytes : 1);
-    require(p != NULL, "malloc", "out of memory");
-    return p;
-}
-
-/* Device memory full of NaN: a result that is not written shows. */
-static void *device_alloc(size_t bytes)
-{
-    void *p = NULL;
-    CUDA(cudaMalloc(&p, bytes ? bytes : 1));
-    CUDA(cudaMemset(p, 0xff, bytes ? bytes : 1));
-    return p;
-}
-
-static uint64_t g_random;
-
-/* The finaliser of the splitmix64 generator: 64 well-mixed bits of any counter. */
-static __host__ __device__ uint64_t mix64(uint64_t x)
-{
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
-
-static uint64_t random64(void)
-{
-    return mix64(++g_random);
-}
-
-static int random_below(int n)
-{
-    return (int)(random64() % (uint64_t)n);
-}
-
-static double random_normal(void)
-{
-    double u = ((double)(random64() >> 11) + 1) * 0x1p-53, v = (double)(random64() >> 11) * 0x1p-53;
-    return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
-}
-
 static const char *name_of(const name_value *names, int value)
 {
     for (; names->name != NULL; names++)
@@ -217,82 +206,16 @@ static const char *name_of(const name_value *names, int value)
 /* ================================================================================================
    kernels
    ============================================================================================== */
-
-/* BF16 numbers, N(0,1), n of them (even), a function of the seed and the index alone. */
-static __global__ void bench_fill_normal(__nv_bfloat162 *x, size_t n, uint64_t seed)
-{
-    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    if (2 * i >= n) return;
-    uint64_t bits = mix64(seed + i);
-    float u = ((float)(uint32_t)bits + 1.0f) * 0x1p-32f; /* (0, 1] */
-    float v = (float)(uint32_t)(bits >> 32) * 0x1p-32f;
-    float radius = sqrtf(-2.0f * logf(u)), s, c;
-    sincospif(2.0f * v, &s, &c);
-    x[i] = __floats2bfloat162_rn(radius * c, radius * s);
-}
-
 static __global__ void bench_count_up(int64_t *x, int64_t first, int64_t n)
 {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (i < n) x[i] = first + i;
 }
 
-/* Where i goes in a random order of 0 .. n-1: four Feistel rounds permute the smallest range of an
-   even number of bits that holds n, and the walk goes on until it is back below n. */
-static __device__ uint32_t permute(uint32_t i, uint32_t n, uint32_t key)
-{
-    uint32_t half = 1;
-    while ((1ull << (2 * half)) < n) half++;
-    const uint32_t mask = (1u << half) - 1;
-    do {
-        uint32_t left = i >> half, right = i & mask;
-        for (uint32_t round = 0; round < 4; round++) {
-            uint32_t h = (right ^ key) + round * 0x9e3779b9u;
-            h = (h ^ (h >> 16)) * 0x85ebca6bu;
-            h = (h ^ (h >> 13)) * 0xc2b2ae35u;
-            h ^= h >> 16;
-            uint32_t next = left ^ (h & mask);
-            left = right;
-            right = next;
-        }
-        i = left << half | right;
-    } while (i >= n);
-    return i;
-}
-
 static __global__ void bench_page_order(int32_t *order, uint32_t pages, uint32_t key)
 {
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < pages) order[i] = order[pages + i] = (int32_t)permute(i, pages, key);
-}
-
-/* Holds the stream, so that what follows is queued behind it. */
-static __global__ void bench_wait(uint64_t ns)
-{
-    uint64_t start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    } while (now - start < ns);
-}
-
-static __global__ void bench_empty(void)
-{
-}
-
-/* One chunk a block, 16 bytes a load, 8 loads in flight a thread. */
-static __global__ void __launch_bounds__(256)
-    bench_read(const uint4 *data, uint32_t chunks, uint32_t first, uint32_t key, uint32_t *sink)
-{
-    const uint32_t i = (first + blockIdx.x) % chunks;
-    const uint4 *p = data + (size_t)permute(i, chunks, key) * (CHUNK / 16) + threadIdx.x;
-    uint4 v[CHUNK / 16 / 256];
-    uint32_t x = 0;
-#pragma unroll
-    for (int k = 0; k < CHUNK / 16 / 256; k++) v[k] = __ldcs(p + k * 256);
-#pragma unroll
-    for (int k = 0; k < CHUNK / 16 / 256; k++) x ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-    if (x == 0x5eed5eed) *sink = x; /* keeps the loads */
 }
 
 /* The first n tokens of a request, one warp a token, into dense planes for the reference. */
@@ -321,80 +244,8 @@ static __global__ void bench_count_not_finite(const uint16_t *out, size_t n, con
 }
 
 /* ================================================================================================
-   measuring
+   the calls that are timed
    ============================================================================================== */
-typedef void (*work)(void *context); /* queues one call on the default stream */
-
-static int by_value(const void *a, const void *b)
-{
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
-}
-
-static timing measure(work call, void *context, const options *o)
-{
-    static cudaEvent_t start[MAX_ITERS], end[MAX_ITERS], released;
-    if (released == NULL) {
-        CUDA(cudaEventCreate(&released));
-        for (int i = 0; i < MAX_ITERS; i++) {
-            CUDA(cudaEventCreate(&start[i]));
-            CUDA(cudaEventCreate(&end[i]));
-        }
-    }
-
-    timing t = {};
-    uint64_t wait_ns = 1000000 + 50000 * (uint64_t)(WARM_UPS + o->iters);
-    for (int attempt = 0; attempt < 4 && !t.queued; attempt++, wait_ns *= 4) {
-        CUDA(cudaDeviceSynchronize());
-        if (o->rested) {
-            struct timespec rest = {0, 200000000};
-            nanosleep(&rest, NULL);
-        }
-        bench_wait<<<1, 1>>>(wait_ns);
-        CUDA(cudaEventRecord(released));
-        for (int i = 0; i < WARM_UPS; i++) call(context);
-        for (int i = 0; i < o->iters; i++) {
-            CUDA(cudaEventRecord(start[i]));
-            call(context);
-            CUDA(cudaEventRecord(end[i]));
-        }
-        t.queued = cudaEventQuery(released) == cudaErrorNotReady;
-        (void)cudaGetLastError(); /* "not ready" is the wanted answer and no error */
-        CUDA(cudaDeviceSynchronize());
-    }
-
-    float us[MAX_ITERS];
-    for (int i = 0; i < o->iters; i++) {
-        CUDA(cudaEventElapsedTime(&us[i], start[i], end[i]));
-        us[i] *= 1000;
-    }
-    qsort(us, (size_t)o->iters, sizeof us[0], by_value);
-    t.min_us = us[0];
-    t.median_us = (us[(o->iters - 1) / 2] + us[o->iters / 2]) / 2;
-    return t;
-}
-
-static void call_empty(void *context)
-{
-    (void)context;
-    bench_empty<<<1, 1>>>();
-    CUDA(cudaGetLastError());
-}
-
-typedef struct read_work {
-    const uint4 *data;
-    uint32_t chunks, count, first, key;
-    uint32_t *sink;
-} read_work;
-
-static void call_read(void *context)
-{
-    read_work *r = (read_work *)context;
-    bench_read<<<r->count, 256>>>(r->data, r->chunks, r->first, r->key, r->sink);
-    CUDA(cudaGetLastError());
-    r->first = (uint32_t)(((uint64_t)r->first + r->count) % r->chunks);
-}
-
 static void call_plan(void *context)
 {
     LIB(snapmla_plan(&((run *)context)->d.step));
@@ -407,20 +258,6 @@ static void call_decode(void *context)
     snapmla_decode_desc d = r->d;
     d.block_table = r->order + r->turn++ * r->need % (d.cache.pages);
     LIB(snapmla_decode(&d));
-}
-
-/* Bytes per second of reading more than 4 GB, or the whole content plane of a small pool. */
-static double read_ceiling(const pool *p, const options *o)
-{
-    read_work r = {};
-    r.data = (const uint4 *)p->content;
-    r.chunks = (uint32_t)(p->tokens * LATENT / CHUNK);
-    r.count = r.chunks < (1u << 17) ? r.chunks : 1u << 17; /* 2^17 pieces are 4.3 GB */
-    r.key = (uint32_t)random64();
-    r.sink = (uint32_t *)device_alloc(sizeof(uint32_t));
-    timing t = measure(call_read, &r, o);
-    CUDA(cudaFree(r.sink));
-    return (double)r.count * CHUNK / (t.median_us * 1e-6);
 }
 
 /* ================================================================================================
@@ -712,28 +549,11 @@ static accuracy check_run(run *r, const pool *p)
    report
    ============================================================================================== */
 
-/* Release of the kernel driver, where the system tells; else an empty string. */
-static void driver_release(char *text, size_t size)
-{
-    char line[256] = "", word[64] = "";
-    FILE *f = fopen("/proc/driver/nvidia/version", "r");
-    text[0] = 0;
-    if (f == NULL) return;
-    if (fgets(line, sizeof line, f) != NULL) {
-        for (const char *c = line; sscanf(c, "%63s", word) == 1; c = strstr(c, word) + strlen(word))
-            if (strspn(word, "0123456789.") == strlen(word)) {
-                snprintf(text, size, " (%s)", word);
-                break;
-            }
-    }
-    fclose(f);
-}
-
-/* The device and how it is measured: two lines on the table, comments in the CSV. */
-static void report_header(const options *o, const pool *p, double ceiling, double empty_us)
+/* The device, how it is measured and its ceilings: lines of the table, comments in the CSV. */
+static void report_header(const options *o, const pool *p, const ceilings *top)
 {
     int device = 0, sms = 0, l2 = 0, clock = 0, memory_clock = 0, driver = 0, runtime = 0;
-    char release[80], date[32];
+    char release[80], date[32], first[512], second[256], third[256], fp8[32] = "-";
     cudaDeviceProp prop;
     time_t now = time(NULL);
     CUDA(cudaGetDevice(&device));
@@ -746,140 +566,292 @@ static void report_header(const options *o, const pool *p, double ceiling, doubl
     CUDA(cudaRuntimeGetVersion(&runtime));
     driver_release(release, sizeof release);
     strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+    if (top->fp8 > 0) snprintf(fp8, sizeof fp8, "%.0f", top->fp8 * 1e-12);
 
+    snprintf(first, sizeof first, "%s; CUDA %d.%d, driver for %d.%d%s; snapmla %d.%d.%d%s%s; %s",
+             prop.name, runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10,
+             release, SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH,
+             o->note && o->note[0] ? ", " : "", o->note ? o->note : "", date);
+    snprintf(second, sizeof second,
+             "%d SMs, L2 %d MB, up to %d MHz, memory %d MHz; %s, median of %d, q %s, pool %.1f GB, "
+             "seed %llu",
+             sms, l2 >> 20, clock / 1000, memory_clock / 1000, o->how.rested ? "rested" : "warm",
+             o->how.iters, o->q_planes ? "planes" : "bf16",
+             (double)p->tokens * TOKEN_BYTES * 1e-9, o->seed);
+    snprintf(third, sizeof third,
+             "ceilings: read %.0f GB/s, copy %.0f GB/s, FP8 tensor cores %s TF; empty kernel %.1f "
+             "us",
+             top->read * 1e-9, top->copy * 1e-9, fp8, top->empty_us);
     FILE *files[] = {o->table, o->csv};
-    for (int i = 0; i < 2; i++) {
-        if (files[i] == NULL) continue;
-        fprintf(files[i],
-                "# %s, %d SMs, L2 %d MB, up to %d MHz, memory %d MHz; CUDA %d.%d, driver for "
-                "%d.%d%s; snapmla %d.%d.%d; %s; %s\n",
-                prop.name, sms, l2 >> 20, clock / 1000, memory_clock / 1000, runtime / 1000,
-                runtime % 1000 / 10, driver / 1000, driver % 1000 / 10, release,
-                SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH, date,
-                o->command);
-        fprintf(files[i],
-                "# read ceiling %.0f GB/s, empty kernel %.1f us; %s, median of %d, q %s, pool "
-                "%.1f GB, seed %llu\n",
-                ceiling * 1e-9, empty_us, o->rested ? "rested" : "warm", o->iters,
-                o->q_planes ? "planes" : "bf16", (double)p->tokens * TOKEN_BYTES * 1e-9, o->seed);
-    }
+    for (int i = 0; i < 2; i++)
+        if (files[i] != NULL)
+            fprintf(files[i], "# %s\n# %s; %s\n# %s\n", first, second, o->command, third);
     if (o->table != NULL)
-        fprintf(o->table, "%5s %3s %5s %5s %7s %4s %-8s %-8s %9s %6s %6s %6s %5s  %s\n", "heads",
-                "s_q", "M", "batch", "kv", "page", "path", "mode", "decode us", "plan", "TF",
-                "TB/s", "read", "error");
-    if (o->csv != NULL)
-        fprintf(o->csv, "heads,s_q,m,batch,kv,tokens,page,path,mode,causal,split_tokens,"
-                        "decode_us,decode_min_us,plan_us,tflops,tb_per_s,read_share,rms,lse_error,"
-                        "rows_checked\n");
+        fprintf(o->table, "%5s %3s %5s %5s %7s %4s %-8s %-8s %9s %7s %6s %6s %6s %8s %6s  %s\n",
+                "heads", "s_q", "M", "batch", "kv", "page", "path", "mode", "decode us", "b2b",
+                "plan", "TF", "TB/s", "ceiling", "/BF16", "error");
+    if (o->json != NULL)
+        fprintf(o->json,
+                "{\"device\": \"%s\",\n \"method\": \"%s\",\n \"ceilings\": \"%s\",\n"
+                " \"rows\": [", first, second, third);
 }
 
-static void report_run(const options *o, const run *r, const accuracy *a, const timing *decode,
-                       const timing *plan, double ceiling)
+static void put(record *r, int quoted, const char *name, const char *format, ...)
+{
+    va_list args;
+    require(r->n < MAX_FIELDS, "record", "too many fields");
+    r->field[r->n].name = name;
+    r->field[r->n].quoted = quoted;
+    va_start(args, format);
+    vsnprintf(r->field[r->n].text, sizeof r->field[r->n].text, format, args);
+    va_end(args);
+    r->n++;
+}
+
+/* A number, or nothing where there is none. */
+static void put_number(record *r, const char *name, const char *format, double x)
+{
+    if (x > 0) put(r, 0, name, format, x);
+    else put(r, 0, name, "%s", "");
+}
+
+static void write_record(options *o, const record *r)
+{
+    for (int i = 0; i < r->n && o->csv != NULL && o->records == 0; i++)
+        fprintf(o->csv, "%s%s", r->field[i].name, i + 1 < r->n ? "," : "\n");
+    for (int i = 0; i < r->n && o->csv != NULL; i++)
+        fprintf(o->csv, "%s%s", r->field[i].text, i + 1 < r->n ? "," : "\n");
+    if (o->csv != NULL) fflush(o->csv);
+    if (o->json != NULL) {
+        fprintf(o->json, "%s\n  {", o->records ? "," : "");
+        for (int i = 0; i < r->n; i++) {
+            const char *quote = r->field[i].quoted ? "\"" : "", *text = r->field[i].text;
+            fprintf(o->json, "%s\"%s\": %s%s%s", i ? ", " : "", r->field[i].name, quote,
+                    text[0] || r->field[i].quoted ? text : "null", quote);
+        }
+        fprintf(o->json, "}");
+    }
+    o->records++;
+}
+
+/* What a row has in a column, NaN where it has nothing. */
+static double value_of(const record *r, const char *name)
+{
+    for (int i = 0; i < r->n; i++)
+        if (strcmp(r->field[i].name, name) == 0 && r->field[i].text[0] != 0)
+            return atof(r->field[i].text);
+    return NAN;
+}
+
+/* Holds a row to the targets for its shape, and says on the table where it falls short. */
+static void check_targets(options *o, const record *r)
+{
+    static const char *const names[4] = {"m", "kv", "batch", "tokens"};
+    for (int i = 0; i < o->targets; i++) {
+        target *t = &o->target[i];
+        int applies = 1;
+        for (int k = 0; k < 4; k++) {
+            const double x = value_of(r, names[k]);
+            applies = applies && x >= t->from[k] && x <= t->to[k];
+        }
+        if (!applies) continue;
+        const double x = value_of(r, t->metric);
+        const int ok = (isnan(t->at_least) || x >= t->at_least)
+                    && (isnan(t->at_most) || x <= t->at_most);
+        t->met += ok;
+        t->missed += !ok;
+        if (!ok && o->table != NULL)
+            fprintf(o->table, "      short of %s: %s %.4g (%s %g)\n", t->level, t->metric, x,
+                    isnan(t->at_least) ? "at most" : "at least",
+                    isnan(t->at_least) ? t->at_most : t->at_least);
+    }
+}
+
+/* What the ceilings and others' kernels say about a time. */
+typedef struct comparison {
+    double tf, tb, floor_us, of_ceiling, of_bf16, h800_bf16, h800_snapmla;
+    char bound; /* m = memory, t = tensor cores */
+} comparison;
+
+static comparison compare(const run *r, double us, const ceilings *top)
+{
+    const shape *s = &r->size;
+    const double m = (double)s->s_q * s->heads, tokens = (double)r->tokens;
+    comparison c = {};
+    c.tf = 2 * m * (2 * LATENT + ROPE) * tokens / us * 1e-6;
+    c.tb = tokens * TOKEN_BYTES / us * 1e-6;
+    c.floor_us = tokens * TOKEN_BYTES / top->read * 1e6;
+    c.bound = 'm';
+    if (top->fp8 > 0) {
+        const double tensor_us = 2 * m * (2 * LATENT + 2 * ROPE) * tokens / top->fp8 * 1e6;
+        if (tensor_us > c.floor_us) c.floor_us = tensor_us, c.bound = 't';
+    }
+    c.of_ceiling = c.floor_us / us;
+    c.of_bf16 = tokens * BF16_BYTES / top->read * 1e6 / us;
+    for (size_t i = 0; i < sizeof kH800 / sizeof kH800[0] && s->from == PRESET_FLAGGEMS; i++)
+        if (kH800[i].heads == s->heads && kH800[i].batch == s->batch && kH800[i].kv == s->kv)
+            c.h800_bf16 = kH800[i].bf16, c.h800_snapmla = kH800[i].snapmla;
+    return c;
+}
+
+/* Microseconds of one case; 0 where not measured. */
+typedef struct times {
+    timing decode, plan;
+    double b2b_us;
+    const char *how; /* rested, warm or sustained */
+} times;
+
+static void report_run(options *o, const run *r, const accuracy *a, const times *t,
+                       const ceilings *top)
 {
     const shape *s = &r->size;
     snapmla_decode_desc resolved;
     LIB(snapmla_resolve(&r->d, &resolved));
     const char *path = name_of(kPaths, resolved.step.path), *mode = name_of(kModes, r->d.step.mode);
-    const double seconds = decode->median_us * 1e-6, m = (double)s->s_q * s->heads;
-    const double tf = 2 * m * (2 * LATENT + ROPE) * (double)r->tokens / seconds * 1e-12;
-    const double bytes_per_s = (double)r->tokens * TOKEN_BYTES / seconds;
+    const int m = s->s_q * s->heads;
+    const comparison c = compare(r, t->decode.median_us, top);
 
     if (o->table != NULL) {
-        fprintf(o->table, "%5d %3d %5.0f %5d %7d %4d %-8s %-8s ", s->heads, s->s_q, m, s->batch,
+        fprintf(o->table, "%5d %3d %5d %5d %7d %4d %-8s %-8s ", s->heads, s->s_q, m, s->batch,
                 s->kv, r->page, path, mode);
-        if (a->ok)
-            fprintf(o->table, "%9.1f %6.1f %6.0f %6.3f %4.0f%%  %.1e%s\n", decode->median_us,
-                    plan->median_us, tf, bytes_per_s * 1e-12, 100 * bytes_per_s / ceiling, a->rms,
-                    decode->queued && plan->queued ? "" : "  (launches did not queue)");
-        else
+        if (a->ok) {
+            char b2b[16] = "-", h800[64] = "";
+            if (t->b2b_us > 0) snprintf(b2b, sizeof b2b, "%.1f", t->b2b_us);
+            if (c.h800_bf16 > 0)
+                snprintf(h800, sizeof h800, "  H800: BF16 %.1f, SnapMLA %.1f us", c.h800_bf16,
+                         c.h800_snapmla);
+            fprintf(o->table, "%9.1f %7s %6.1f %6.0f %6.3f %5.0f%% %c %5.2fx  %.1e%s%s\n",
+                    t->decode.median_us, b2b, t->plan.median_us, c.tf, c.tb, 100 * c.of_ceiling,
+                    c.bound, c.of_bf16, a->rms, h800,
+                    t->decode.queued && t->plan.queued ? "" : "  (launches did not queue)");
+        } else {
             fprintf(o->table,
                     "WRONG: rms %.2e (limit %.1e), lse %.2e (%.1e), %lld numbers not finite\n",
                     a->rms, kMaxError, a->lse, kMaxLseError, a->not_finite);
-        fflush(o->table);
+        }
     }
-    if (o->csv != NULL && a->ok) {
-        fprintf(o->csv,
-                "%d,%d,%.0f,%d,%d,%lld,%d,%s,%s,%d,%d,%.3f,%.3f,%.3f,%.2f,%.4f,%.4f,%.3e,%.3e,%d\n",
-                s->heads, s->s_q, m, s->batch, s->kv, (long long)r->tokens, r->page, path, mode,
-                r->causal, o->split_tokens, decode->median_us, decode->min_us, plan->median_us, tf,
-                bytes_per_s * 1e-12, bytes_per_s / ceiling, a->rms, a->lse, a->rows);
-        fflush(o->csv);
+    if (a->ok) {
+        record row = {};
+        put(&row, 1, "preset", "%s", name_of(kPresets, s->from));
+        put(&row, 0, "heads", "%d", s->heads);
+        put(&row, 0, "s_q", "%d", s->s_q);
+        put(&row, 0, "m", "%d", m);
+        put(&row, 0, "batch", "%d", s->batch);
+        put(&row, 0, "kv", "%d", s->kv);
+        put(&row, 0, "tokens", "%lld", (long long)r->tokens);
+        put(&row, 0, "page", "%d", r->page);
+        put(&row, 1, "path", "%s", path);
+        put(&row, 1, "mode", "%s", mode);
+        put(&row, 0, "causal", "%d", r->causal);
+        put(&row, 0, "split_tokens", "%d", o->split_tokens);
+        put(&row, 1, "clocks", "%s", t->how);
+        put(&row, 0, "decode_us", "%.3f", t->decode.median_us);
+        put(&row, 0, "decode_min_us", "%.3f", t->decode.min_us);
+        put_number(&row, "b2b_us", "%.3f", t->b2b_us);
+        put(&row, 0, "plan_us", "%.3f", t->plan.median_us);
+        put(&row, 0, "tflops", "%.2f", c.tf);
+        put(&row, 0, "tb_per_s", "%.4f", c.tb);
+        put(&row, 1, "bound", "%s", c.bound == 't' ? "tensor" : "memory");
+        put(&row, 0, "ceiling_share", "%.4f", c.of_ceiling);
+        put(&row, 0, "bf16_ratio", "%.4f", c.of_bf16);
+        put(&row, 0, "read_gb_per_s", "%.1f", top->read * 1e-9);
+        put(&row, 0, "copy_gb_per_s", "%.1f", top->copy * 1e-9);
+        put_number(&row, "fp8_tflops", "%.1f", top->fp8 * 1e-12);
+        put_number(&row, "h800_bf16_us", "%.1f", c.h800_bf16);
+        put_number(&row, "h800_snapmla_us", "%.1f", c.h800_snapmla);
+        put(&row, 0, "rms", "%.3e", a->rms);
+        put(&row, 0, "lse_error", "%.3e", a->lse);
+        put(&row, 0, "rows_checked", "%d", a->rows);
+        write_record(o, &row);
+        if (strcmp(t->how, "rested") == 0) check_targets(o, &row); /* they are for full clocks */
     }
+    if (o->table != NULL) fflush(o->table);
+}
+
+/* 1 when every required target was reached by the rows that it is for, and there were some. */
+static int targets_reached(const options *o)
+{
+    int met = 0, missed = 0, rows = 0;
+    if (o->targets == 0) return 1;
+    for (int i = 0; i < o->targets; i++) {
+        const target *t = &o->target[i];
+        const int required = strcmp(t->level, "required") == 0;
+        if (o->table != NULL)
+            fprintf(o->table, "%-9s %-64s %s %d of %d rows\n", t->level, t->what,
+                    t->met + t->missed == 0 ? "not measured:" : t->missed ? "MISSED:" : "met:",
+                    t->met, t->met + t->missed);
+        rows += t->met + t->missed;
+        met += required ? t->met : 0;
+        missed += required ? t->missed : 0;
+    }
+    fprintf(stderr, "bench: required targets: %d met, %d missed\n", met, missed);
+    return missed == 0 && rows > 0;
+}
+
+/* A line on a terminal that the next output takes back. */
+static void progress(int done, int all, const shape *s)
+{
+    if (!isatty(2)) return;
+    if (s == NULL) fprintf(stderr, "\r%60s\r", "");
+    else
+        fprintf(stderr, "\r[%d/%d] %d heads, %d x %d tokens ", done, all, s->heads, s->batch,
+                s->kv);
+    fflush(stderr);
 }
 
 /* 1 when the answer was right. */
-static int bench_case(const options *o, const pool *p, const shape *s, int page, int mode, int path,
-                      double ceiling)
+static int bench_case(options *o, const pool *p, const shape *s, int page, int mode, int path,
+                      const ceilings *top)
 {
     run r = start_run(o, p, s, page, mode, path);
-    timing decode = {}, plan = {};
+    times t = {};
+    method how = o->how;
     accuracy a = check_run(&r, p);
+    t.how = how.rested ? "rested" : "warm";
     if (a.ok) {
-        plan = measure(call_plan, &r, o);
+        t.plan = measure(call_plan, &r, &how);
         poison_results(&r);
-        decode = measure(call_decode, &r, o);
+        if (s->from == PRESET_SUSTAINED) {
+            how.rested = 0;
+            how.row = SUSTAINED_CALLS;
+            t.how = "sustained";
+        }
+        t.decode = measure(call_decode, &r, &how);
         a.not_finite = count_not_finite(&r); /* the launches that were timed did work, too */
         a.ok = a.not_finite == 0;
+        how.row = B2B_CALLS;
+        if (s->from == PRESET_LATENCY || s->from == PRESET_FLAGGEMS)
+            t.b2b_us = measure(call_decode, &r, &how).median_us;
     }
-    report_run(o, &r, &a, &decode, &plan, ceiling);
+    progress(0, 0, NULL);
+    report_run(o, &r, &a, &t, top);
     end_run(&r);
     return a.ok;
 }
 
 /* ================================================================================================
-   --latency: one request and small batches; `b2b` is the time a call takes in a row of them, without
-   events between, `plan` once a step
+   the rest of the latency preset
    ============================================================================================== */
-typedef struct latency_case {
-    int heads, batch, kv;
-    double first, second; /* microseconds to hold it against: see the head of each table */
-} latency_case;
 
-/* From one event to the other over a row of calls, by their number. */
-static double measure_row(work call, void *context, const options *o)
+/* One block of tokens: what a launch costs.  1 when the answer was right. */
+static int block_row(const options *o, const pool *p, int heads, int max_seq_len)
 {
-    enum { CALLS = 200 };
-    static cudaEvent_t start, end;
-    float ms = 0;
-    if (start == NULL) {
-        CUDA(cudaEventCreate(&start));
-        CUDA(cudaEventCreate(&end));
-    }
-    CUDA(cudaDeviceSynchronize());
-    if (o->rested) {
-        struct timespec rest = {0, 200000000};
-        nanosleep(&rest, NULL);
-    }
-    bench_wait<<<1, 1>>>(1000000 + 20000 * (uint64_t)CALLS);
-    for (int i = 0; i < WARM_UPS; i++) call(context);
-    CUDA(cudaEventRecord(start));
-    for (int i = 0; i < CALLS; i++) call(context);
-    CUDA(cudaEventRecord(end));
-    CUDA(cudaDeviceSynchronize());
-    CUDA(cudaEventElapsedTime(&ms, start, end));
-    return ms * 1000 / CALLS;
-}
-
-/* max_seq_len = 0: not told to the library.  1 when the answer was right. */
-static int latency_row(const options *o, const pool *p, const latency_case *c, int max_seq_len,
-                       const char *remark)
-{
-    const shape s = {c->heads, 1, c->batch, c->kv};
+    const shape s = {heads, 1, 1, 64, PRESET_LATENCY};
+    method row = o->how;
     run r = start_run(o, p, &s, 64, SNAPMLA_MODE_DEFAULT, o->path.v[0]);
-    if (max_seq_len > 0) r.d.step.max_seq_len = max_seq_len;
+    r.d.step.max_seq_len = max_seq_len; /* 0: not told to the library */
+    row.row = B2B_CALLS;
     accuracy a = check_run(&r, p);
-    printf("%6d %6d %7d ", c->heads, c->batch, c->kv);
-    if (a.ok) {
-        const timing plan = measure(call_plan, &r, o), decode = measure(call_decode, &r, o);
-        const double row = measure_row(call_decode, &r, o);
-        printf("%9.2f %9.2f %9.2f %9.2f ", decode.median_us, decode.min_us, row, plan.median_us);
-        if (c->first > 0) printf("%8.1f ", c->first);
-        if (c->second > 0) printf("%8.1f ", c->second);
-        printf(" %s%s\n", remark, decode.queued && plan.queued ? "" : " (launches did not queue)");
-    } else {
-        printf("WRONG: rms %.2e, lse %.2e, %lld numbers not finite\n", a.rms, a.lse, a.not_finite);
-    }
-    fflush(stdout);
+    if (a.ok)
+        fprintf(o->table, "%5d %9.2f %9.2f  %s\n", heads,
+                measure(call_decode, &r, &o->how).median_us,
+                measure(call_decode, &r, &row).median_us,
+                max_seq_len ? "max_seq_len 64: no combine is launched"
+                            : "the combine finds nothing to do");
+    else
+        fprintf(o->table, "WRONG: rms %.2e, lse %.2e, %lld numbers not finite\n", a.rms, a.lse,
+                a.not_finite);
+    fflush(o->table);
     end_run(&r);
     return a.ok;
 }
@@ -902,54 +874,29 @@ static void plan_row(const options *o, int batch, int heads)
     for (int mixed = 0; mixed < 2; mixed++) {
         for (int b = 0; b < batch; b++) lens[b] = mixed ? 1 + random_below(1 << (b % 18)) : 4096;
         CUDA(cudaMemcpy(r.d_lens, lens, (size_t)batch * sizeof(int32_t), cudaMemcpyHostToDevice));
-        us[mixed] = measure(call_plan, &r, o).median_us;
+        us[mixed] = measure(call_plan, &r, &o->how).median_us;
     }
-    printf("%6d %6d %9.2f %9.2f\n", heads, batch, us[0], us[1]);
-    fflush(stdout);
+    fprintf(o->table, "%5d %6d %9.2f %9.2f\n", heads, batch, us[0], us[1]);
+    fflush(o->table);
     CUDA(cudaFree(r.d_lens));
     CUDA(cudaFree(step.plan));
     free(lens);
 }
 
 /* Returns the number of wrong answers. */
-static int bench_latency(const options *o, const pool *p, double empty_us)
+static int bench_fixed_cost(const options *o, const pool *p)
 {
-    static const latency_case targets[] = {
-        {16, 1, 4096, 9, 0},   {16, 1, 32768, 13, 0},  {16, 1, 131072, 30, 0},
-        {64, 1, 4096, 9, 0},   {64, 1, 32768, 14, 0},  {64, 1, 131072, 32, 0},
-        {128, 1, 4096, 10, 0}, {128, 1, 32768, 17, 0}, {128, 1, 131072, 42, 0},
-        {16, 4, 4096, 10, 0}};
-    static const latency_case matrix[] = {
-        {128, 1, 640, 13.9, 23.4},  {128, 2, 640, 0, 0},         {128, 4, 640, 0, 0},
-        {128, 8, 640, 0, 0},        {128, 16, 640, 22.1, 27.1},  {128, 32, 640, 0, 0},
-        {128, 64, 640, 34.5, 31.8}, {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9},
-        {64, 2, 8192, 0, 0},        {64, 4, 8192, 31.1, 41.5},   {64, 8, 8192, 50.8, 45.3},
-        {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9}, {64, 64, 8192, 0, 0},
-        {64, 128, 8192, 0, 0},      {64, 1, 33280, 0, 0},        {64, 2, 33280, 0, 0},
-        {64, 4, 33280, 0, 0},       {64, 8, 33280, 0, 0},        {64, 16, 33280, 0, 0},
-        {64, 32, 33280, 0, 0},      {64, 64, 33280, 0, 0},       {64, 128, 33280, 0, 0}};
-    static const char *head = " heads  batch      kv    decode       min       b2b      plan";
-    const latency_case block = {16, 1, 64, 0, 0}, wide = {128, 1, 64, 0, 0};
     int wrong = 0;
-
-    printf("# microseconds; an empty kernel reads %.2f, %.2f in a row\n", empty_us,
-           measure_row(call_empty, NULL, o));
-    printf("# where the fixed cost goes: one block of tokens\n%s\n", head);
-    wrong += !latency_row(o, p, &block, 64, "max_seq_len 64: no combine is launched");
-    wrong += !latency_row(o, p, &block, 0, "the combine finds nothing to do");
-    wrong += !latency_row(o, p, &wide, 64, "max_seq_len 64: no combine is launched");
-    wrong += !latency_row(o, p, &wide, 0, "the combine finds nothing to do");
-    printf("# one request, and four; last column: the target\n%s\n", head);
-    for (int i = 0; i < (int)(sizeof targets / sizeof targets[0]); i++)
-        wrong += !latency_row(o, p, &targets[i], 0, "");
-    printf("# small to middling batches; last columns: BF16 and SnapMLA kernels on an H800, where "
-           "known\n%s\n", head);
-    for (int i = 0; i < (int)(sizeof matrix / sizeof matrix[0]); i++)
-        wrong += !latency_row(o, p, &matrix[i], 0, "");
-    printf("# snapmla_plan: all requests of 4096 tokens, and of mixed lengths up to 128K\n"
-           " heads  batch      same     mixed\n");
-    for (int batch = 1; batch <= 4096; batch *= 2) plan_row(o, batch, 16);
-    for (int batch = 1; batch <= 4096; batch *= 8) plan_row(o, batch, 128);
+    if (o->table == NULL) return 0;
+    fprintf(o->table, "# one request of one block of tokens\n%5s %9s %9s\n", "heads", "decode us",
+            "b2b");
+    for (int heads = 16; heads <= 128; heads *= 8)
+        for (int told = 1; told >= 0; told--) wrong += !block_row(o, p, heads, told ? 64 : 0);
+    fprintf(o->table,
+            "# snapmla_plan, us: requests of 4096 tokens, and of mixed lengths up to 128K\n"
+            "%5s %6s %9s %9s\n", "heads", "batch", "same", "mixed");
+    for (int batch = 1; batch <= 4096; batch *= 4) plan_row(o, batch, 16);
+    for (int batch = 1; batch <= 4096; batch *= 64) plan_row(o, batch, 128);
     return wrong;
 }
 
@@ -1011,30 +958,125 @@ static int_list one(int value)
     return list;
 }
 
+static void add_case(options *o, preset from, int heads, int s_q, int batch, int kv)
+{
+    const shape s = {heads, s_q, batch, kv, from};
+    if (kv < s_q) usage("--kv", "smaller than --s-q");
+    if (o->cases == MAX_SHAPES) usage("grid", "too many cases");
+    o->shapes[o->cases++] = s;
+}
+
 static void add_grid(options *o, const int_list *heads, const int_list *s_q, const int_list *batch,
                      const int_list *kv)
 {
     for (int k = 0; k < kv->n; k++)
         for (int b = 0; b < batch->n; b++)
             for (int s = 0; s < s_q->n; s++)
-                for (int h = 0; h < heads->n; h++) {
-                    shape x = {heads->v[h], s_q->v[s], batch->v[b], kv->v[k]};
-                    if (x.kv < x.s_q) usage("--kv", "smaller than --s-q");
-                    if (o->cases == MAX_SHAPES) usage("grid", "too many cases");
-                    o->shapes[o->cases++] = x;
-                }
+                for (int h = 0; h < heads->n; h++)
+                    add_case(o, PRESET_GRID, heads->v[h], s_q->v[s], batch->v[b], kv->v[k]);
+}
+
+/* What the top of this file says of each preset. */
+static void add_preset(options *o, int which)
+{
+    static const int long_kv[6] = {1024, 4096, 16384, 32768, 65536, 131072};
+    static const int long_batch[6] = {512, 128, 64, 32, 16, 8}; /* 0.5M or 1M tokens */
+    const preset p = (preset)which;
+    switch (p) {
+    case PRESET_HEADLINE:
+        for (int i = 0; i < 6; i++)
+            for (int heads = 16; heads <= 128; heads *= 2)
+                add_case(o, p, heads, 1, long_batch[i], long_kv[i]);
+        break;
+    case PRESET_LATENCY:
+        for (int heads = 16; heads <= 128; heads = heads == 16 ? 64 : 2 * heads) {
+            for (int kv = 4096; kv <= 131072; kv = kv == 4096 ? 32768 : 4 * kv)
+                add_case(o, p, heads, 1, 1, kv);
+            add_case(o, p, heads, 1, 4, 4096);
+        }
+        break;
+    case PRESET_MTP:
+        for (int i = 0; i < 6; i++)
+            for (int s_q = 2; s_q <= 4 && i != 1 && i != 3; s_q += 2)
+                add_case(o, p, 128, s_q, long_batch[i], long_kv[i]);
+        for (int s_q = 2; s_q <= 8; s_q++) add_case(o, p, 16, s_q, 64, 16384);
+        break;
+    case PRESET_SMALL:
+        for (int heads = 16; heads <= 128; heads *= 2) add_case(o, p, heads, 1, 512, 1024);
+        for (int heads = 16; heads <= 128; heads = heads == 16 ? 64 : 2 * heads) {
+            add_case(o, p, heads, 1, 1024, 256);
+            add_case(o, p, heads, 1, 64, 1024);
+            add_case(o, p, heads, 1, 64, 4096);
+            add_case(o, p, heads, 1, 4, 32768);
+        }
+        break;
+    case PRESET_FLAGGEMS:
+        for (int batch = 1; batch <= 128; batch *= 2) add_case(o, p, 128, 1, batch, 640);
+        for (int batch = 1; batch <= 128; batch *= 2) add_case(o, p, 64, 1, batch, 8192);
+        for (int batch = 1; batch <= 128; batch *= 2) add_case(o, p, 64, 1, batch, 33280);
+        break;
+    case PRESET_SUSTAINED:
+        for (int heads = 16; heads <= 128; heads = heads == 16 ? 64 : 2 * heads)
+            add_case(o, p, heads, 1, 64, 16384);
+        add_case(o, p, 128, 2, 64, 16384);
+        break;
+    case PRESET_ALL:
+        for (int i = PRESET_HEADLINE; i < PRESET_ALL; i++) add_preset(o, i);
+        break;
+    case PRESET_DATAFLOW: usage("--preset dataflow", "is the program bench_dataflow"); break;
+    case PRESET_GRID: usage("--preset grid", "is made by --heads, --s-q, --batch, --kv"); break;
+    }
+}
+
+/* A line: level,m_from,m_to,kv_from,kv_to,batch_from,batch_to,tokens_from,tokens_to,metric,
+   at_least,at_most,what.  Empty = no bound.  `#` and the line of names are passed over. */
+static void read_targets(options *o, const char *name)
+{
+    char line[512], cell[13][96];
+    FILE *f = fopen(name, "r");
+    if (f == NULL) usage(name, "cannot be read");
+    while (fgets(line, sizeof line, f) != NULL) {
+        int n = 0;
+        line[strcspn(line, "\r\n")] = 0;
+        if (line[0] == '#' || line[0] == 0 || strncmp(line, "level,", 6) == 0) continue;
+        for (const char *c = line; c != NULL && n < 13; n++) {
+            const size_t length = n == 12 ? strlen(c) : strcspn(c, ",");
+            if (length >= sizeof cell[0]) usage(name, "a cell is too long");
+            memcpy(cell[n], c, length);
+            cell[n][length] = 0;
+            c = c[length] == ',' ? c + length + 1 : NULL;
+        }
+        if (n != 13) usage(name, "a line has not 13 cells");
+        if (o->targets == MAX_TARGETS) usage(name, "too many targets");
+        target *t = &o->target[o->targets++];
+        snprintf(t->level, sizeof t->level, "%.15s", cell[0]);
+        snprintf(t->metric, sizeof t->metric, "%.23s", cell[9]);
+        snprintf(t->what, sizeof t->what, "%.95s", cell[12]);
+        for (int k = 0; k < 4; k++) {
+            t->from[k] = cell[1 + 2 * k][0] ? atof(cell[1 + 2 * k]) : 0;
+            t->to[k] = cell[2 + 2 * k][0] ? atof(cell[2 + 2 * k]) : HUGE_VAL;
+        }
+        t->at_least = cell[10][0] ? atof(cell[10]) : NAN;
+        t->at_most = cell[11][0] ? atof(cell[11]) : NAN;
+        if (isnan(t->at_least) && isnan(t->at_most)) usage(name, "a target asks for nothing");
+        if (strcmp(t->level, "required") != 0 && strcmp(t->level, "target") != 0)
+            usage(name, "a level is neither `required` nor `target`");
+    }
+    fclose(f);
+    if (o->targets == 0) usage(name, "holds no targets");
 }
 
 static void parse(options *o, int argc, char **argv)
 {
     int_list heads = {3, {16, 64, 128}}, s_q = one(1), batch = one(64), kv = one(16384);
+    int_list presets = {};
     int grid = 0;
     o->page = one(64);
     o->mode = one(SNAPMLA_MODE_DEFAULT);
     o->path = one(SNAPMLA_PATH_AUTO);
     o->causal = -1;
-    o->iters = 30;
-    o->rested = 1;
+    o->how.iters = 30;
+    o->how.rested = 1;
     o->pool_gb = 12;
     o->seed = mix64((uint64_t)time(NULL)) % 1000000;
     o->table = stdout;
@@ -1047,11 +1089,7 @@ static void parse(options *o, int argc, char **argv)
         const char *flag = argv[i];
         const char *value = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : NULL;
         if (strcmp(flag, "--warm") == 0) {
-            o->rested = 0;
-            continue;
-        }
-        if (strcmp(flag, "--latency") == 0) {
-            o->latency = 1;
+            o->how.rested = 0;
             continue;
         }
         if (strcmp(flag, "--varlen") == 0) {
@@ -1071,30 +1109,39 @@ static void parse(options *o, int argc, char **argv)
         else if (strcmp(flag, "--s-q") == 0) s_q = parse_ints(flag, value, 1), grid = 1;
         else if (strcmp(flag, "--batch") == 0) batch = parse_ints(flag, value, 1), grid = 1;
         else if (strcmp(flag, "--kv") == 0) kv = parse_ints(flag, value, 1), grid = 1;
+        else if (strcmp(flag, "--preset") == 0) presets = parse_names(flag, value, kPresets);
+        else if (strcmp(flag, "--json") == 0) o->json_name = value;
+        else if (strcmp(flag, "--check") == 0) read_targets(o, value);
+        else if (strcmp(flag, "--note") == 0) o->note = value;
         else if (strcmp(flag, "--page") == 0) o->page = parse_ints(flag, value, 1);
         else if (strcmp(flag, "--mode") == 0) o->mode = parse_names(flag, value, kModes);
         else if (strcmp(flag, "--path") == 0) o->path = parse_names(flag, value, kPaths);
         else if (strcmp(flag, "--split-tokens") == 0) o->split_tokens = parse_int(flag, value, 0);
         else if (strcmp(flag, "--causal") == 0) o->causal = parse_int(flag, value, 0);
-        else if (strcmp(flag, "--iters") == 0) o->iters = parse_int(flag, value, 20);
+        else if (strcmp(flag, "--iters") == 0) o->how.iters = parse_int(flag, value, 20);
         else if (strcmp(flag, "--seed") == 0) o->seed = strtoull(value, NULL, 0);
         else if (strcmp(flag, "--pool-gb") == 0) o->pool_gb = atof(value);
         else if (strcmp(flag, "--q") == 0 && strcmp(value, "planes") == 0) o->q_planes = 1;
         else if (strcmp(flag, "--q") == 0 && strcmp(value, "bf16") == 0) o->q_planes = 0;
         else usage(flag, "unknown flag or value");
     }
-    if (o->iters > MAX_ITERS) usage("--iters", "above 150");
+    if (o->how.iters > MAX_ITERS) usage("--iters", "above 150");
     if (o->causal > 1) usage("--causal", "is 0 or 1");
     if (!(o->pool_gb > 0)) usage("--pool-gb", "is not positive");
     for (int i = 0; i < o->page.n; i++)
         if (o->page.v[i] > 1024 || (o->page.v[i] & (o->page.v[i] - 1)) != 0)
             usage("--page", "not a power of two up to 1024");
-    if (grid) {
-        add_grid(o, &heads, &s_q, &batch, &kv);
-    } else {
-        o->cases = (int)(sizeof kHeadline / sizeof kHeadline[0]);
-        memcpy(o->shapes, kHeadline, sizeof kHeadline);
-    }
+    if (grid && presets.n > 0) usage("--preset", "does not go with --heads, --s-q, --batch, --kv");
+    for (int i = 0; i < presets.n; i++) add_preset(o, presets.v[i]);
+    if (grid) add_grid(o, &heads, &s_q, &batch, &kv);
+    else if (presets.n == 0) add_preset(o, PRESET_HEADLINE);
+}
+
+static FILE *open_output(const char *name)
+{
+    FILE *f = fopen(name, "w");
+    if (f == NULL) usage(name, "cannot be written");
+    return f;
 }
 
 int main(int argc, char **argv)
@@ -1110,25 +1157,47 @@ int main(int argc, char **argv)
         fprintf(stderr, "bench: no usable GPU: %s\n", snapmla_result_string(usable));
         return 2;
     }
-    if (o.csv_name != NULL && (o.csv = fopen(o.csv_name, "w")) == NULL)
-        usage(o.csv_name, "cannot be written");
+    if (o.csv_name != NULL) o.csv = open_output(o.csv_name);
+    if (o.json_name != NULL) o.json = open_output(o.json_name);
 
     pool p = make_pool(&o);
-    timing empty = measure(call_empty, NULL, &o);
-    double ceiling = read_ceiling(&p, &o);
-    report_header(&o, &p, ceiling, empty.median_us);
+    const method sustained = {0, SUSTAINED_CALLS, 0};
+    ceilings rested = measure_ceilings(p.content, (size_t)p.tokens * LATENT, &o.how), tired = {};
+    report_header(&o, &p, &rested);
 
-    int wrong = o.latency ? bench_latency(&o, &p, empty.median_us) : 0;
-    for (int i = 0; i < o.cases && !o.latency; i++)
+    int wrong = 0, fixed_cost = 0, done = 0;
+    const int all = o.cases * o.page.n * o.mode.n * o.path.n;
+    for (int i = 0; i < o.cases; i++) {
+        const shape *s = &o.shapes[i];
+        const ceilings *top = &rested;
+        if (s->from == PRESET_SUSTAINED) { /* its ceilings are what the power limit leaves, too */
+            if (!(tired.read > 0)) {
+                tired = measure_ceilings(p.content, (size_t)p.tokens * LATENT, &sustained);
+                if (o.table != NULL)
+                    fprintf(o.table, "# sustained: read %.0f GB/s, copy %.0f GB/s, FP8 %.0f TF\n",
+                            tired.read * 1e-9, tired.copy * 1e-9, tired.fp8 * 1e-12);
+            }
+            top = &tired;
+        }
         for (int page = 0; page < o.page.n; page++)
             for (int mode = 0; mode < o.mode.n; mode++)
-                for (int path = 0; path < o.path.n; path++)
-                    wrong += !bench_case(&o, &p, &o.shapes[i], o.page.v[page], o.mode.v[mode],
-                                         o.path.v[path], ceiling);
+                for (int path = 0; path < o.path.n; path++) {
+                    progress(++done, all, s);
+                    wrong += !bench_case(&o, &p, s, o.page.v[page], o.mode.v[mode], o.path.v[path],
+                                         top);
+                }
+        fixed_cost |= s->from == PRESET_LATENCY;
+    }
+    if (fixed_cost) wrong += bench_fixed_cost(&o, &p);
     if (wrong) fprintf(stderr, "bench: %d wrong\n", wrong);
+    const int reached = targets_reached(&o);
     if (o.csv != NULL && o.csv != stdout) fclose(o.csv);
+    if (o.json != NULL) {
+        fprintf(o.json, "\n ]}\n");
+        fclose(o.json);
+    }
     CUDA(cudaFree(p.content));
     CUDA(cudaFree(p.scale));
     CUDA(cudaFree(p.rope));
-    return wrong ? 1 : 0;
+    return wrong || !reached ? 1 : 0;
 }

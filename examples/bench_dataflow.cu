@@ -4,6 +4,7 @@
        nvcc -O3 -std=c++17 -arch=sm_90a examples/bench_dataflow.cu -o bench_dataflow
        ./bench_dataflow                    about ten seconds
        ./bench_dataflow 65536 1,512        other sizes, in tokens: powers of two up to 524288
+       ./bench_dataflow --csv FILE         the rows to FILE as well
 
    How it measures.  Rows of N(0,1), RoPE tables of 65536 positions, which lie at random or, where not
    said otherwise of an append, are those of requests of 4096 tokens; slots and pages in random order of
@@ -24,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum { LATENT = 512, ROPE = 64, DIM = LATENT + ROPE, RECORD = 656, TOKEN = 644, PAGE = 64 };
 enum { POOL = 1 << 20, MOST = POOL / 2, POSITIONS = 1 << 16, HEADS = 128, SAMPLES = 96 };
@@ -549,7 +551,15 @@ int main(int argc, char **argv)
 {
     static const int kSizes[] = {MOST, 65536, 512, 32, 1};
     int sizes[16], count = 0, wrong = 0;
-    for (int i = 1; i < argc; i++)
+    FILE *csv = NULL;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--csv") == 0) {
+            if (i + 1 == argc || csv != NULL || (csv = fopen(argv[++i], "w")) == NULL) {
+                fprintf(stderr, "bench_dataflow: --csv takes a file that can be written\n");
+                return 2;
+            }
+            continue;
+        }
         for (char *c = argv[i]; *c; c += *c == ',') {
             const long n = strtol(c, &c, 10);
             if (n < 1 || n > MOST || (n & (n - 1)) != 0 || count == 16 || (*c != 0 && *c != ',')) {
@@ -558,6 +568,7 @@ int main(int argc, char **argv)
             }
             sizes[count++] = (int)n;
         }
+    }
     if (count == 0) {
         count = sizeof kSizes / sizeof kSizes[0];
         memcpy(sizes, kSizes, sizeof kSizes);
@@ -585,6 +596,15 @@ int main(int argc, char **argv)
            SNAPMLA_VERSION_PATCH);
     printf("# copy of %d MB: kernel %.0f, cudaMemcpyAsync %.0f GB/s read + written; empty kernel %.2f us\n",
            MOST * DIM * 2 >> 20, by_kernel, by_runtime, microseconds(nothing, 512));
+    if (csv != NULL) {
+        char date[32];
+        const time_t now = time(NULL);
+        strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+        fprintf(csv, "# %s; CUDA %d.%d; snapmla %d.%d.%d; %s\n# copy %.0f GB/s read + written\n"
+                     "call,tokens,us,gb_per_s,copy_share\n",
+                prop.name, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, SNAPMLA_VERSION_MAJOR,
+                SNAPMLA_VERSION_MINOR, SNAPMLA_VERSION_PATCH, date, ceiling);
+    }
     printf("%-24s %8s %9s %7s %8s %14s\n", "call", "tokens", "us", "GB/s", "ceiling", "copy, same MB");
     for (size_t f = 0; f < sizeof kFlows / sizeof kFlows[0]; f++)
         for (int s = 0; s < count; s++) {
@@ -605,8 +625,12 @@ int main(int argc, char **argv)
             printf("%-24s %8lld %9.2f %7.0f %7.0f%% %11.2f us%s\n", kFlows[f].name, (long long)n, us, rate,
                    100 * rate / ceiling, copy_us, us < 0 ? "  (launches did not queue)" : "");
             fflush(stdout);
+            if (csv != NULL && us > 0)
+                fprintf(csv, "%s,%lld,%.3f,%.1f,%.4f\n", kFlows[f].name + strspn(kFlows[f].name, " "),
+                        (long long)n, us, rate, rate / ceiling);
         }
     CUDA(cudaDeviceSynchronize());
+    if (csv != NULL) fclose(csv);
     if (wrong) fprintf(stderr, "bench_dataflow: %d wrong\n", wrong);
     return wrong ? 1 : 0;
 }

@@ -384,7 +384,7 @@ tidy() {
          END { exit bad || NR == 0 }' "$@"
 }
 good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* .ci/run \
-    $(ls examples/*.cu examples/*/*.c examples/*/*.h examples/*/*.cu examples/*/*.py)
+    $(ls examples/*.cu examples/*.[ch] examples/*/*.c examples/*/*.h examples/*/*.cu examples/*/*.py)
 bad 'a note of unfinished work' tidy "$(seed $r '$a /* TO''DO: more */')"
 bad 'a long line' tidy "$(seed $r "\$a /* $(printf '%0120d' 0) */")"
 

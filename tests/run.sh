@@ -106,6 +106,8 @@ cmocka_program test_tiny_mla
 if wanted tiny_mla_bad_input && step tiny_mla_cpu $make build/tiny_mla_cpu; then
     script tiny_mla_bad_input tests/tiny_mla_bad_input.sh build/tiny_mla_cpu
 fi
+step accuracy_cpu sh -c "$make build/accuracy_cpu && build/accuracy_cpu --to 1K"
+script readme tests/readme.sh
 
 # --- the CUDA half ------------------------------------------------------------------------------
 if [ $have_nvcc = 0 ]; then
