@@ -3064,6 +3064,7 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
    Barriers, in the order of a block's life:
      full     load -> softmax, prepare   content, scales and rope have landed
      ready    prepare -> softmax, values scales are prepared, V rows that do not count are zero
+     logits   scores -> weights          with few rows: logits are in a buffer (full), or read (empty)
      weights  softmax -> values, sum     P and its scales S'
      empty    values, sum -> load        nobody needs the stage any more
 
