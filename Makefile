@@ -137,7 +137,7 @@ build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_
 	$(c99) -o $@ $< $(cmocka) -lm -lpthread
 
 build/test_ref_checked: tests/test_ref.c tests/test_util.h snapmla_ref.h | build/libcmocka.so.0
-	$(CC) -std=c99 -O2 $(checked) -Wall -Wextra -Werror -I. -o $@ $< $(cmocka) -lm -lpthread
+	$(CC) -std=c99 -O1 $(checked) -Wall -Wextra -Werror -I. -o $@ $< $(cmocka) -lm -lpthread
 
 # --- fuzzing: with tests/fuzz/driver.c for make test, with clang's libFuzzer for make fuzz ---
 fuzz_cc    = $(1) -std=c99 -O1 $(checked) -Wall -Wextra -Werror -isystem $(CUDA_HOME)/include -I.

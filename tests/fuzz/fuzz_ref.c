@@ -24,10 +24,18 @@ static int stride_ok(int64_t *stride, wide dense, wide row)
 
 static wide greater(wide a, wide b) { return a > b ? a : b; }
 
+/* a * b of numbers that are not negative; what cannot be had anyway is cut, or 128 bits overflow, too */
+static wide times(wide a, wide b)
+{
+    const wide most = (wide)1 << 80;
+    if (a == 0 || b == 0) return 0;
+    return a > most / b ? most : a * b;
+}
+
 /* Elements up to the end of the last row. */
 static wide rows_end(wide rows, wide stride, wide row)
 {
-    return rows > 0 ? (rows - 1) * stride + row : 0;
+    return rows > 0 ? times(rows - 1, stride) + row : 0;
 }
 
 static int present(void) { return !fuzz_one_in(40); }
@@ -142,8 +150,8 @@ static void rotation_new(const snapmla_ref_rotation *r, snapmla_ref_rotation *to
     wide last = 0;
     if (!r->positions) return;
     for (int64_t i = 0; i < tokens; i++) last = greater(last, r->positions[i]);
-    to->cosines = (const float *)fuzz_new(4 * (last * r->table_stride + (r->sines ? rope / 2 : rope)));
-    if (r->sines) to->sines = (const float *)fuzz_new(4 * (last * r->table_stride + rope / 2));
+    to->cosines = (const float *)fuzz_new(4 * (times(last, r->table_stride) + (r->sines ? rope / 2 : rope)));
+    if (r->sines) to->sines = (const float *)fuzz_new(4 * (times(last, r->table_stride) + rope / 2));
 }
 
 static void check(int got, int legal) { FUZZ_CHECK(got == (legal ? 0 : -1)); }
@@ -344,8 +352,8 @@ static void do_import(void)
             for (int64_t i = 0; i < n; i++) {
                 const wide from = d.source_slots ? d.source_slots[i] : i;
                 if (from < 0 || (slots && slots[i] < 0)) continue;
-                last = greater(last, from / page * x.source_page_stride +
-                                         from % page * x.source_row_stride + unit);
+                last = greater(last, times(from / page, x.source_page_stride) +
+                                         times(from % page, x.source_row_stride) + unit);
             }
             cache_new(&x.cache, &d.cache);
             d.source = fuzz_new(last * (records ? 1 : 2));
