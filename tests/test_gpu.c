@@ -19,6 +19,7 @@ int run_decode_tests(void);
 int run_edge_tests(void);
 int run_graph_tests(void);
 int run_accuracy_tests(void);
+int run_hard_tests(void);
 
 /* ================================================================================================
    The harness finds what it is meant to find
@@ -226,6 +227,7 @@ int main(int argc, char **argv)
         failed += run_edge_tests();
         failed += run_graph_tests();
         failed += run_accuracy_tests();
+        failed += run_hard_tests();
     }
     return failed != 0;
 }
