@@ -5,11 +5,12 @@
 #     tests/mutate.sh list
 #     tests/mutate.sh cpu [NAME...]       build and run what tests without a GPU must find
 #     tests/mutate.sh build [NAME...]     build the others for $ARCH into build/mutants
-#     tests/mutate.sh run DIR [JOBS]      where there is a GPU: run those in DIR, JOBS at a time
+#     tests/mutate.sh run DIR [JOBS [NAME...]]   where there is a GPU: run those in DIR, JOBS at a time
 #
-# A mutant is killed when a test fails, crashes or takes longer than $TIMEOUT seconds (25).  The last
-# lines count by kind, and name the survivors: each asks for a test, or is no fault.
-# Each mutant of `build` is a shared library of the header, so that they share one test program.
+# A mutant is killed when a test fails or crashes, or when there is no end: $TIMEOUT seconds (25) on top
+# of twice what the header as it is takes.  The last lines count by kind, and name the survivors: each asks for a test, or is no fault.
+# Each mutant of `build` is a shared library of the header, so that they share one test program; the
+# CUDA runtime goes with it.
 set -u
 cd "$(dirname "$0")/.."
 CC=${CC:-cc} CXX=${CXX:-c++} ARCH=${ARCH:-sm_90a} TIMEOUT=${TIMEOUT:-25}
@@ -228,10 +229,15 @@ summary() {
 # The first failed test of a log.
 first_failed() { sed -n 's/^\[  FAILED  \] *\([a-z0-9_A-Z]*\)$/\1/p' "$1" | head -n 1; }
 
+running() { sed -n 's/^\[ RUN      \] //p' "$1" | tail -n 1; }
+
 judge() { # NAME EXIT-CODE LOG
-    if [ "$2" = 0 ]; then verdict "$1" survived ''
-    elif [ "$2" -ge 124 ]; then verdict "$1" killed "crash or timeout ($2), $(grep -c '  OK ' "$3") tests passed"
-    else verdict "$1" killed "$(first_failed "$3")"; fi
+    local test
+    test=$(first_failed "$3")
+    if [ "$2" = 0 ] && [ -z "$test" ]; then verdict "$1" survived ''
+    elif [ -n "$test" ]; then verdict "$1" killed "$test"
+    elif [ "$2" = 124 ] || [ "$2" = 137 ]; then verdict "$1" killed "no end, in $(running "$3")"
+    else verdict "$1" killed "exit code $2, in $(running "$3")"; fi
 }
 
 build_cpu() { # NAME: build/mutants/NAME/program
@@ -296,9 +302,9 @@ build)
 #include "snapmla.cuh"' >$out/impl.cu
     mkdir -p $out/unchanged
     $library -I. -o $out/unchanged/libmutant.so $out/impl.cu && strip $out/unchanged/libmutant.so &&
-        $CXX -o $out/test_gpu $objects $out/unchanged/libmutant.so -lcmocka -L"$CUDA_HOME/lib64" \
-            -lcudart_static -ldl -lrt -lpthread -lm -Wl,-rpath,'$ORIGIN/..' -Wl,--export-dynamic &&
-        strip $out/test_gpu || exit 1
+        $CXX -o $out/test_gpu $objects -L$out/unchanged -lmutant -lcmocka -L"$CUDA_HOME/lib64" -lcudart \
+            -lpthread -lm -Wl,-rpath,'$ORIGIN' &&
+        cp -L build/libcmocka.so.0 "$(echo "$CUDA_HOME"/lib64/libcudart.so.[0-9][0-9])" $out/ && strip $out/test_gpu || exit 1
     for name in $(chosen '^test_gpu$' "$@"); do
         seed "$name" || { broken+=("$name"); continue; }
         if $library -I$out/$name -o $out/$name/libmutant.so $out/impl.cu >$out/$name/log.txt 2>&1; then
@@ -314,31 +320,36 @@ build)
     ;;
 run)
     dir=${2:?the folder of mutants} jobs=${3:-6} work=$(mktemp -d)
+    shift $(($# < 3 ? $# : 3))
     trap 'rm -rf "$work"' EXIT
-    run_one() { # NAME: exit code into work/NAME.rc, output into work/NAME.txt
-        LD_LIBRARY_PATH=$dir/$1 SNAPMLA_TEST_QUICK=1 timeout -k 2 "$TIMEOUT" "$dir/test_gpu" \
-            >"$work/$1.txt" 2>&1
-        echo $? >"$work/$1.rc"
+    run_one() { # NAME SECONDS: up to the first failed test; the exit code in $rc
+        LD_LIBRARY_PATH=$dir/$1 SNAPMLA_TEST_QUICK=1 timeout -k 2 "$2" "$dir/test_gpu" 2>&1 |
+            awk '{ print } /^\[  FAILED  \]/ { exit }' >"$work/$1.txt"
+        rc=${PIPESTATUS[0]}
     }
-    # alone first, so that a timeout below means something
-    start=$(date +%s)
-    TIMEOUT=$((6 * TIMEOUT)) run_one unchanged
-    if [ "$(cat "$work/unchanged.rc")" != 0 ] || ! grep -q '^gpu: device:' "$work/unchanged.txt"; then
+    start=$(date +%s) # alone first, so that a timeout below means something
+    run_one unchanged $((12 * TIMEOUT))
+    if [ $rc != 0 ] || ! grep -q '^gpu: device:' "$work/unchanged.txt"; then
         tail -n 20 "$work/unchanged.txt"
         echo 'the unchanged header must pass, on a GPU'
         exit 1
     fi
     seconds=$(($(date +%s) - start + 1))
-    TIMEOUT=${MUTANT_TIMEOUT:-$((TIMEOUT + seconds * jobs))}
-    echo "unchanged: passed in $seconds s; $jobs at a time, $TIMEOUT s each at most"
+    limit=$((TIMEOUT + 2 * seconds))
+    echo "unchanged: passed in $seconds s; $jobs at a time, $limit s each at most"
     list=
-    for name in $(chosen '^test_gpu$'); do [ ! -f "$dir/$name/libmutant.so" ] || list="$list $name"; done
+    for name in $(chosen '^test_gpu$' "$@"); do
+        [ ! -f "$dir/$name/libmutant.so" ] || list="$list $name"
+    done
     for name in $list; do
         while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
-        run_one "$name" &
+        { run_one "$name" $limit; judge "$name" "$rc" "$work/$name.txt" | tee "$work/$name.verdict"; } &
     done
     wait
-    for name in $list; do judge "$name" "$(cat "$work/$name.rc")" "$work/$name.txt"; done
+    for name in $list; do
+        read -r word rest <"$work/$name.verdict"
+        eval "$word+=('$name')"
+    done
     summary
     ;;
 *)
