@@ -3079,6 +3079,7 @@ static void data_flow_refuses_bad_arguments(void **state)
     SPOILED(import, d.source_page_size = -1);
     SPOILED(import, d.source_row_stride = 575);
     SPOILED(import, d.source_page_stride = 576 * FLOW_PAGE - 1);
+    SPOILED(import, d.source_row_stride = INT64_MAX / 2, d.source_page_size = 8);
     SPOILED(import, d.tokens = FLOW_PAGES * FLOW_PAGE + 1);
     SPOILED(import, slots[0] = FLOW_PAGES * FLOW_PAGE, d.slots = slots);
     slots[0] = 0;
@@ -3098,6 +3099,7 @@ static void data_flow_refuses_bad_arguments(void **state)
     SPOILED(quantize_q, d.q_head_stride = 575);
     SPOILED(quantize_q, d.rope = rope[0], d.rope_head_stride = 63);
     SPOILED(quantize_q, d.rotation.cosines = NULL);
+    SPOILED(quantize_q, d.tokens = INT64_MAX / 2, d.heads = 3);
 #undef SPOILED
     TU_CHECK_BYTES(&cache, &before, sizeof cache);
     TU_CHECK_INT(snapmla_ref_append(&append), 0); /* what was spoiled was good */
