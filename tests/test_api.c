@@ -864,6 +864,25 @@ static void test_order_of_checks(void **state)
    Sizes
    ============================================================================================== */
 
+/* What the size queries say is accepted, to the byte, and one byte less is not. */
+static void test_exact_sizes(void **state)
+{
+    (void)state;
+    for (int form = 0; form < 4; form++) {
+        snapmla_decode_desc d = good_decode(), resolved;
+        if (form & 1) d.step.max_seq_len = 5000, d.step.split_tokens = 256;
+        if (form & 2) d.step.batch = 300, d.step.heads = 128;
+        EXPECT(snapmla_plan_bytes(&d.step, &d.step.plan_bytes), SNAPMLA_OK);
+        EXPECT(snapmla_decode_workspace(&d.step, &d.workspace_bytes), SNAPMLA_OK);
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_OK);
+        d.workspace_bytes--;
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_ERROR_WORKSPACE_BYTES);
+        d.workspace_bytes++;
+        d.step.plan_bytes--;
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_ERROR_PLAN_BYTES);
+    }
+}
+
 /* At most 2 * (SMs * 64 rows * 512 floats + a few KB), whatever the batch, in the default policy.
    */
 static void test_workspace_bound(void **state)
@@ -977,6 +996,7 @@ int main(void)
         cmocka_unit_test(test_merge_buffers),
         cmocka_unit_test(test_order_of_checks),
         cmocka_unit_test(test_overflow_is_refused),
+        cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_workspace_bound),
         cmocka_unit_test(test_sizes_depend_on_documented_fields),
         cmocka_unit_test(test_every_code_was_provoked),
