@@ -512,6 +512,9 @@ static void test_shape(void **state)
     BAD_DECODE(SNAPMLA_ERROR_HEADS, d.step.batch = d.step.s_q = d.step.heads = INT32_MAX);
     BAD_QUANTIZE(SNAPMLA_ERROR_HEADS, d.heads = -1);
     BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
+    BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MAX);
+    BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = ((int64_t)1 << 60) + 1); /* times 16 wraps to 16 */
+    BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MAX);
     BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_FETCH(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MIN);
     BAD_FETCH(SNAPMLA_ERROR_BATCH, d.batch = -1);
@@ -521,6 +524,7 @@ static void test_shape(void **state)
     BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = 6401); /* in order, and the cache has 6400 slots */
     BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1);
+    BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = ((int64_t)1 << 55) + 1); /* times 512 wraps to 512 */
 }
 
 static void test_format(void **state)
