@@ -249,7 +249,8 @@ build_cpu() { # NAME: build/mutants/NAME/program
     test_api) $NVCC $flags -c -o $dir/o.o tests/impl.cu &&
         $CC -std=c99 -O1 -isystem "$CUDA_HOME/include" -I$dir -I. -Itests -c -o $dir/api.o \
             tests/test_api.c && $CXX -o $dir/program $dir/api.o $dir/o.o $libs ;;
-    test_ref) $CC -std=c99 -O2 -I$dir -I. -Itests -o $dir/program tests/test_ref.c $libs ;;
+    test_ref) mkdir -p $dir/tests && cp tests/test_ref.c tests/test_util.h $dir/tests && # it includes ../
+        $CC -std=c99 -O1 -o $dir/program $dir/tests/test_ref.c $libs ;;
     esac
 }
 

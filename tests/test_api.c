@@ -885,6 +885,18 @@ static void test_exact_sizes(void **state)
         d.step.plan_bytes--;
         EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_ERROR_PLAN_BYTES);
     }
+    /* with split_tokens fixed a plan also holds 64-bit sums, one more than there are requests */
+    for (int32_t batch = 1; batch < 10; batch++) {
+        snapmla_step step = good_step();
+        size_t balanced = 0, fixed = 0;
+        step.batch = batch;
+        EXPECT(snapmla_plan_bytes(&step, &balanced), SNAPMLA_OK);
+        step.max_seq_len = 1000;
+        step.split_tokens = 128;
+        EXPECT(snapmla_plan_bytes(&step, &fixed), SNAPMLA_OK);
+        TU_CHECK(fixed >= balanced + 8 * ((size_t)batch + 1), "batch %d: %d and %d bytes", batch,
+                 (int)balanced, (int)fixed);
+    }
 }
 
 /* At most 2 * (SMs * 64 rows * 512 floats + a few KB), whatever the batch, in the default policy.
