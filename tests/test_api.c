@@ -501,6 +501,14 @@ static void test_no_such_device(void **state)
 static void test_shape(void **state)
 {
     (void)state;
+    snapmla_step most = good_step(); /* 2^30 rows in all, and not one more */
+    size_t bytes = 0;
+    most.batch = 2;
+    most.s_q = 1;
+    most.heads = 1 << 29;
+    EXPECT(snapmla_plan_bytes(&most, &bytes), SNAPMLA_OK);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.batch = 2, d.s_q = 1, d.heads = (1 << 29) + 1);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.batch = 1, d.s_q = 3, d.heads = 357913942);
     BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = -1);
     BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = INT32_MIN);
     BAD_STEP(SNAPMLA_ERROR_S_Q, d.s_q = -1);

@@ -132,11 +132,11 @@ static void test_giant_among_empty_requests(void **state)
     enum { kBatch = 4096 };
     static int32_t lens[kBatch];
     memset(lens, 0, sizeof lens);
-    lens[2345] = gpu_quick() ? 30000 : 1 << 20;
     for (int form = 0; form < 2; form++) {
+        lens[2345] = gpu_quick() ? 30000 : form ? 1 << 18 : 1 << 20;
         spec s = plain(9200 + (uint64_t)form, kBatch, 1, 4, lens);
         s.page_size = 1024;
-        if (form) s.max_seq_len = 1 << 20, s.split_tokens = 1 << 18;
+        if (form) s.max_seq_len = 1 << 18, s.split_tokens = 1 << 16;
         problem *p = problem_new(&s);
         result r = run(p);
         const verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 2345, 0, 4);
