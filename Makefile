@@ -144,8 +144,8 @@ fuzz_cc    = $(1) -std=c99 -O1 $(checked) -Wall -Wextra -Werror -isystem $(CUDA_
 fuzz_nvcc  = $(NVCC) -std=c++17 -O1 $(ptx80) $(addprefix -Xcompiler ,$(checked) -fno-sanitize=enum $(1)) -I.
 fuzz_h     = tests/fuzz/fuzz.h $(headers)
 
-build/fuzz_ref build/fuzz_tiny_mla: build/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/driver.c $(fuzz_h) $(tiny_cpu) \
-  $(tiny_h) | build
+build/fuzz_ref build/fuzz_tiny_mla: build/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/driver.c $(fuzz_h) \
+  $(tiny_cpu) $(tiny_h) | build
 	$(call fuzz_cc,$(CC)) -o $@ $< tests/fuzz/driver.c -lm
 
 build/fuzz_host: tests/fuzz/fuzz_host.c tests/fuzz/driver.c build/fuzz_impl.o $(fuzz_h) | build
@@ -155,7 +155,8 @@ build/fuzz_host: tests/fuzz/fuzz_host.c tests/fuzz/driver.c build/fuzz_impl.o $(
 build/fuzz_impl.o: tests/impl.cu snapmla.cuh | build
 	$(call fuzz_nvcc) -c -o $@ $<
 
-build/libfuzzer_ref build/libfuzzer_tiny_mla: build/libfuzzer_%: tests/fuzz/fuzz_%.c $(fuzz_h) $(tiny_cpu) | build
+build/libfuzzer_ref build/libfuzzer_tiny_mla: build/libfuzzer_%: tests/fuzz/fuzz_%.c $(fuzz_h) \
+  $(tiny_cpu) $(tiny_h) | build
 	$(call fuzz_cc,clang) -fsanitize=fuzzer -o $@ $< -lm
 
 build/libfuzzer_host: tests/fuzz/fuzz_host.c $(fuzz_h) tests/impl.cu | build

@@ -392,7 +392,7 @@ tidy() {
              print FILENAME ":" FNR ": " $0; bad = 1 }
          END { exit bad || NR == 0 }' "$@"
 }
-good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* .ci/run \
+good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* tests/fuzz/*.* .ci/run \
     $(ls examples/*.cu examples/*/*.c examples/*/*.h examples/*/*.cu examples/*/*.py)
 bad 'a note of unfinished work' tidy "$(seed $r '$a /* TO''DO: more */')"
 bad 'a tab' tidy "$(seed $r '$s/$/\t;/')"

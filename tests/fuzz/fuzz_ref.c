@@ -45,8 +45,15 @@ static int present(void) { return !fuzz_one_in(40); }
 static _Alignas(16) char nowhere[16];
 
 /* ---- caches ---- */
-static int32_t latent_dim(void) { return fuzz_one_in(20) ? fuzz_int(200) : 32 * (int32_t)(fuzz_bytes(1) % 4); }
-static int32_t rope_dim(void) { return fuzz_one_in(20) ? fuzz_int(90) : 16 * ((int32_t)(fuzz_bytes(1) % 5) - 1); }
+static int32_t latent_dim(void)
+{
+    return fuzz_one_in(20) ? fuzz_int(200) : 32 * (int32_t)(fuzz_bytes(1) % 4);
+}
+
+static int32_t rope_dim(void)
+{
+    return fuzz_one_in(20) ? fuzz_int(90) : 16 * ((int32_t)(fuzz_bytes(1) % 5) - 1);
+}
 
 static snapmla_ref_cache any_cache(void)
 {

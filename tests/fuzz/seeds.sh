@@ -35,7 +35,8 @@ tensor layers.0.mlp.down_proj 16 16
 tensor layers.0.self_attn.kv_b_proj 512 32
 numbers() { byte $((at / 2 / 256)); byte $((at / 2 % 256)); byte 1; }
 { byte 2; numbers; printf '{%s}' "$text"; } >"$1/model"
-config=$(sed 's/"num_hidden_layers": 4/"num_hidden_layers": 1/; s/"num_attention_heads": 8/"num_attention_heads": 1/
+config=$(sed 's/"num_hidden_layers": 4/"num_hidden_layers": 1/
+    s/"num_attention_heads": 8/"num_attention_heads": 1/
     s/"hidden_size": 256/"hidden_size": 16/; s/"intermediate_size": [0-9]*/"intermediate_size": 16/
     s/"\(qk_nope\|v\)_head_dim": [0-9]*/"\1_head_dim": 16/' "$model/config.json")
 { byte 3; byte $((${#config} / 256)); byte $((${#config} % 256)); printf %s "$config"; numbers
