@@ -165,9 +165,7 @@ w hopper_masters_not_rescaled '    if (moved == 0) return;
     SMLA_UNROLL'
 w hopper_nan_value_stays 'if (clear_even | clear_odd) smla_hopper_clear_v' \
     'if ((clear_even | clear_odd) == 1) smla_hopper_clear_v'
-w hopper_scale_swapped '        to[tile_row & 1] = (uint16_t)rounded;
-        to[2 + (tile_row & 1)] = (uint16_t)(rounded >> 16);' '        to[2 + (tile_row & 1)] = (uint16_t)rounded;
-        to[tile_row & 1] = (uint16_t)(rounded >> 16);'
+w hopper_scale_swapped 'to[tile_row & 1] = (uint16_t)rounded;' 'to[tile_row & 1] = (uint16_t)(rounded >> 16);'
 w hopper_flushed_mass_lost '    if (!normal) smla_hopper_flushed(sm, t, k, scale, x);' '    (void)normal;'
 w hopper_inverse_out_of_order '+ (lane & 3) * 4 + (lane & 4) / 2;' '+ (lane & 3) * 4 + (lane & 4);'
 w hopper_stage_freed_early 'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);' \
