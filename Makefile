@@ -24,6 +24,8 @@ nvcc       = $(NVCC) -std=c++17 $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Wa
 # Kernels that keep a few registers in local memory (README, Limits): for sm_90a the Hopper kernel of 64
 # rows, for sm_100 the general kernel of 16.
 no_spills  = $(if $(filter 90a 100,$*),,-Xptxas -warn-spills,-warn-lmem-usage)
+# AddressSanitizer and UBSan.  A C caller may put any number into an enum: it is refused, not a fault.
+checked    = -g -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=all
 c99        = $(CC) -std=c99 $(CFLAGS) -Wall -Wextra -Werror -isystem $(CUDA_HOME)/include -I.
 cudart     = -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lpthread -lm
 # libcmocka is looked for beside the program first: build/ can be carried to a machine without it
@@ -46,6 +48,7 @@ help:
 	@echo 'make bench     speed of decode and of the data flow (needs a GPU)'
 	@echo 'make figures   measures all numbers of README.md into CHARTS (needs a GPU; CHARTS is $(CHARTS))'
 	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
+	@echo 'make fuzz      libFuzzer over the reference, the host checks and the readers, FUZZ_SECONDS each'
 	@echo 'make clean     remove build/'
 	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
 
@@ -73,6 +76,12 @@ figures: build/bench build/bench_dataflow build/accuracy
 
 sanitize: build/test_gpu
 	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --error-exitcode 9 build/test_gpu
+
+FUZZ_SECONDS ?= 600
+fuzz: $(addprefix build/libfuzzer_,tiny_mla ref host)
+	tests/fuzz/seeds.sh build/corpus_tiny_mla && mkdir -p build/corpus_ref build/corpus_host
+	cd build && for name in tiny_mla ref host; do ./libfuzzer_$$name -max_total_time=$(FUZZ_SECONDS) \
+	    -max_len=8192 -timeout=20 -print_final_stats=1 corpus_$$name || exit 1; done
 
 clean:
 	rm -rf build
@@ -147,6 +156,34 @@ build/test_tiny_mla: tests/test_tiny_mla.c tests/test_util.h $(tiny_cpu) $(tiny_
   | build/libcmocka.so.0
 	$(c99) -o $@ $< $(cmocka) -lm -lpthread
 
+build/test_ref_checked: tests/test_ref.c tests/test_util.h snapmla_ref.h | build/libcmocka.so.0
+	$(CC) -std=c99 -O1 $(checked) -Wall -Wextra -Werror -I. -o $@ $< $(cmocka) -lm -lpthread
+
+# --- fuzzing: with tests/fuzz/driver.c for make test, with clang's libFuzzer for make fuzz ---
+fuzz_cc    = $(1) -std=c99 -O1 $(checked) -Wall -Wextra -Werror -isystem $(CUDA_HOME)/include -I.
+fuzz_nvcc  = $(NVCC) -std=c++17 -O1 $(ptx80) $(addprefix -Xcompiler ,$(checked) -fno-sanitize=enum $(1)) -I.
+fuzz_h     = tests/fuzz/fuzz.h $(headers)
+
+build/fuzz_ref build/fuzz_tiny_mla: build/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/driver.c $(fuzz_h) \
+  $(tiny_cpu) $(tiny_h) | build
+	$(call fuzz_cc,$(CC)) -o $@ $< tests/fuzz/driver.c -lm
+
+build/fuzz_host: tests/fuzz/fuzz_host.c tests/fuzz/driver.c build/fuzz_impl.o $(fuzz_h) | build
+	$(call fuzz_cc,$(CC)) -c -o $@.o $< && $(call fuzz_cc,$(CC)) -c -o $@_driver.o tests/fuzz/driver.c
+	$(CXX) $(checked) -o $@ $@.o $@_driver.o build/fuzz_impl.o $(cudart)
+
+build/fuzz_impl.o: tests/impl.cu snapmla.cuh | build
+	$(call fuzz_nvcc) -c -o $@ $<
+
+build/libfuzzer_ref build/libfuzzer_tiny_mla: build/libfuzzer_%: tests/fuzz/fuzz_%.c $(fuzz_h) \
+  $(tiny_cpu) $(tiny_h) | build
+	$(call fuzz_cc,clang) -fsanitize=fuzzer -o $@ $< -lm
+
+build/libfuzzer_host: tests/fuzz/fuzz_host.c $(fuzz_h) tests/impl.cu | build
+	$(call fuzz_nvcc,-fsanitize=fuzzer-no-link) -ccbin clang -c -o $@_impl.o tests/impl.cu
+	$(call fuzz_cc,clang) -fsanitize=fuzzer-no-link -c -o $@.o $<
+	clang++ $(checked) -fsanitize=fuzzer -o $@ $@.o $@_impl.o $(cudart)
+
 build/%.o: tests/%.c tests/test_util.h tests/gpu_util.h tests/gpu_rows.h $(headers) | build
 	$(c99) -c -o $@ $<
 
@@ -168,5 +205,5 @@ build/test_gpu_ptx80: $(gpu_tests) build/impl_ptx80.o | build/libcmocka.so.0
 build/test_wrong_arch: build/test_wrong_arch.o build/arch/impl_sm_80.o | build/libcmocka.so.0
 	$(CXX) -o $@ $^ $(cmocka) $(cudart)
 
-.PHONY: help demo test examples examples_all_archs bench figures sanitize clean
+.PHONY: help demo test fuzz examples examples_all_archs bench figures sanitize clean
 .DELETE_ON_ERROR:

@@ -5612,7 +5612,9 @@ static inline smla_decode_params smla_device_decode(const snapmla_decode_desc &d
     p.tiles = g.tiles;
     p.tile_rows = g.tile_rows;
     p.partial_acc = (float *)d.workspace;
-    p.partial_stat = (float4 *)(p.partial_acc + smla_partial_rows(g) * smla_kLatent);
+    p.partial_stat = d.workspace == NULL /* where nothing can be cut */
+                   ? NULL
+                   : (float4 *)(p.partial_acc + smla_partial_rows(g) * smla_kLatent);
     return p;
 }
 
@@ -5762,6 +5764,7 @@ static inline snapmla_result smla_check_rows(const void *latent, int64_t latent_
                                              const void *rope, int64_t rope_stride,
                                              const snapmla_cache &c, smla_rows *y)
 {
+    SMLA_CHECK(latent != NULL, SNAPMLA_ERROR_NULL_LATENT);
     const bool behind = rope == NULL;
     const int64_t least = c.latent_dim + (behind ? c.rope_dim : 0);
     y->latent = (uint16_t *)latent;
@@ -5770,7 +5773,6 @@ static inline snapmla_result smla_check_rows(const void *latent, int64_t latent_
     y->rope_stride = behind ? y->latent_stride : smla_default(rope_stride, c.rope_dim);
     y->vector = smla_aligned(latent, smla_kAlign) && y->latent_stride % 8 == 0
              && smla_aligned(y->rope, 4) && y->rope_stride % 2 == 0;
-    SMLA_CHECK(latent != NULL, SNAPMLA_ERROR_NULL_LATENT);
     SMLA_CHECK(smla_aligned(latent, 2) && smla_aligned(rope, 2), SNAPMLA_ERROR_KEY_ALIGN);
     SMLA_CHECK(y->latent_stride >= least && y->rope_stride >= c.rope_dim, SNAPMLA_ERROR_KEY_STRIDE);
     return SNAPMLA_OK;

@@ -861,6 +861,7 @@ SNAPMLA_REF_API int snapmla_ref_quantize_q(const snapmla_ref_quantize_q_desc *de
     if (smlar_cache(&dims, 0) || d.tokens < 0 || d.heads < 0) return -1;
     if (!d.tokens || !d.heads) return 0;
     if (!d.q || !d.q_content || !d.q_scale || (!d.q_rope && dims.rope_dim)) return -1;
+    if (!smlar_fits(d.tokens, d.heads, INT64_MAX)) return -1;
     row = dims.latent_dim + (d.rope ? 0 : dims.rope_dim);
     if (smlar_stride(&d.q_head_stride, row, row) ||
         smlar_stride(&d.q_token_stride, smlar_dense(d.heads, d.q_head_stride), row) ||
@@ -1059,9 +1060,11 @@ SNAPMLA_REF_API int snapmla_ref_import(const snapmla_ref_import_desc *desc) {
     if (!d.source_page_size) d.source_page_size = d.cache.page_size;
     if (d.source_page_size < 0 || !d.source) return -1;
     unit = d.format == SNAPMLA_REF_SOURCE_BF16 ? dims : 656;
-    if (smlar_stride(&d.source_row_stride, unit, unit) ||
+    if (smlar_stride(&d.source_row_stride, unit, unit)) return -1;
+    end = smlar_dense(d.source_page_size - 1, d.source_row_stride); /* the last row of a page */
+    if (end < 0 || end > INT64_MAX - unit ||
         smlar_stride(&d.source_page_stride, smlar_dense(d.source_page_size, d.source_row_stride),
-                     (d.source_page_size - 1) * d.source_row_stride + unit)) {
+                     end + unit)) {
         return -1;
     }
     if (!d.slots) d.slots = d.source_slots;

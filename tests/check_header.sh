@@ -123,6 +123,9 @@ bad 'declarations that are C but not C++11' declarations \
     "$(seed $r "${first}struct s { int x; }; static struct s a = {.x = 1};/")" c++11 "$c"
 bad 'declarations that need another include first' declarations \
     "$(seed $r "/^#include <stdint.h>/d; ${first}extern uint8_t smlar_x;/")" c99 "$c"
+bad 'a type that C99 does not have' declarations \
+    "$(seed snapmla.cuh 's/^SNAPMLA_API int snapmla_version(void);/&\nSNAPMLA_API bool snapmla_b(void);/')" \
+    c99 "$c"
 shadow='int f(int x);\nint f(int x) { { int x = 1; (void)x; } return x; }'
 bad 'a body that shadows a name' implementation_c \
     "$(seed $r "\$a #ifdef SNAPMLA_REF_IMPLEMENTATION\n$shadow\n#endif")" c99 "$c"
@@ -331,6 +334,8 @@ if [ $have_cuda = 1 ]; then
     good 'README: snippets compile, or are text of the examples' snippets_work README.md
     printf '```c\n#include "snapmla.cuh"\nint f(void) { return snapmla_gone(1); }\n```\n' >"$tmp/bad.md"
     bad 'a README snippet that does not compile' snippets_work "$tmp/bad.md"
+    printf '```c\nsnapmla_plan(&gone);\n```\n' >"$tmp/bad.md"
+    bad 'a README snippet that is text of no example' snippets_work "$tmp/bad.md"
 else
     skip 'README: snippets' 'no CUDA headers'
 fi
@@ -372,6 +377,10 @@ good 'one version in top line, macros, HISTORY and README' versions_agree snapml
 bad 'another version in the macros' versions_agree \
     "$(seed snapmla.cuh 's/^\(#define SNAPMLA_VERSION_MINOR\).*/\1 77/')" README.md
 bad 'another version in the top line' versions_agree "$(seed snapmla.cuh '1s/[0-9]\./77./')" README.md
+bad 'another version in HISTORY' versions_agree \
+    "$(seed snapmla.cuh 's/^\( *HISTORY *[0-9]*\.\)[0-9]*/\177/')" README.md
+bad 'another version in README' versions_agree snapmla.cuh \
+    "$(seed README.md 's/\([0-9]\.[0-9]\.\)[0-9]/\177/')"
 
 # ------------------------------------------------------------------------------------------------
 # House rules that a script can see: width, tabs, words that have no place in what ships
@@ -383,9 +392,12 @@ tidy() {
              print FILENAME ":" FNR ": " $0; bad = 1 }
          END { exit bad || NR == 0 }' "$@"
 }
-good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* .ci/run \
+good 'headers, tests and examples are tidy' tidy snapmla.cuh snapmla_ref.h tests/*.* tests/fuzz/*.* .ci/run \
     $(ls examples/*.cu examples/*.[ch] examples/*/*.c examples/*/*.h examples/*/*.cu examples/*/*.py)
 bad 'a note of unfinished work' tidy "$(seed $r '$a /* TO''DO: more */')"
+bad 'a tab' tidy "$(seed $r '$s/$/\t;/')"
+bad 'a blank at the end of a line' tidy "$(seed $r '$a /* blank */ ')"
+bad 'code that is switched off' tidy "$(seed $r '$a #if'' 0')"
 bad 'a long line' tidy "$(seed $r "\$a /* $(printf '%0120d' 0) */")"
 
 # ------------------------------------------------------------------------------------------------
@@ -395,20 +407,39 @@ bad 'a long line' tidy "$(seed $r "\$a /* $(printf '%0120d' 0) */")"
 warn='-Werror all-warnings -Xcompiler -Wall,-Wextra'
 ptx='-gencode arch=compute_80,code=compute_80'
 
-cxx20() {
-    "$NVCC" -std=c++20 $warn --threads 0 $ptx -gencode arch=compute_90a,code=compute_90a -I. -c \
-        -o "$tmp/cxx20.o" tests/impl.cu
+# Objects of a unit that includes the header.  PTX is enough: the Makefile's objects are the machine code.
+cxx20() { # UNIT
+    "$NVCC" -std=c++20 $warn --threads 0 $ptx -gencode arch=compute_90a,code=compute_90a -I"$root" -c \
+        -o "$tmp/cxx20.o" "$1"
 }
 
-refuses_old_standards() { # with a message of ours, not one of the compiler's
-    ! "$NVCC" -std=c++14 $ptx -I. -c -o "$tmp/old.o" "$1" 2>"$tmp/old" && grep 'snapmla.cuh:' "$tmp/old"
+clang_as_host() { # UNIT
+    local std
+    for std in c++17 c++20; do
+        "$NVCC" -ccbin clang -std=$std $warn $ptx -I"$root" -c -o "$tmp/clang.o" "$1" ||
+            { echo "$std"; return 1; }
+    done
+}
+
+refuses_old_standards() { # UNIT: with a message of ours, not one of the compiler's
+    ! "$NVCC" -std=c++14 $ptx -I"$root" -c -o "$tmp/old.o" "$1" 2>"$tmp/old" &&
+        grep '#error.*snapmla.cuh: ' "$tmp/old"
+}
+
+# seed_unit SED-EXPRESSION [UNIT]: a copy of the header with a fault in it, and beside it a unit that
+# includes it: tests/impl.cu, or the given one.  Prints the unit's name.
+seed_unit() {
+    local header unit=${2:-tests/impl.cu}
+    header=$(seed snapmla.cuh "$1")
+    [ "$header" != /nonexistent ] || { echo /nonexistent; return; }
+    cp "$unit" "$(dirname "$header")" && echo "$(dirname "$header")/$(basename "$unit")"
 }
 
 no_spills() {
     "$NVCC" -arch=sm_80 $warn -Xptxas -warn-spills,-warn-lmem-usage -c -o "$tmp/spill.o" "$1"
 }
-makefile_uses_no_spills() {
-    "${MAKE:-make}" -n -B build/arch/impl_sm_80.o |
+makefile_uses_no_spills() { # MAKEFILE
+    "${MAKE:-make}" -f "$1" -n -B build/arch/impl_sm_80.o |
         grep -e '-Werror all-warnings.*-warn-spills,-warn-lmem-usage'
 }
 
@@ -422,30 +453,28 @@ symbols_are_the_api() {
     ! nm --defined-only "$1" | awk '$2 ~ /[dDbB]/ { print $3 }' | grep -vE "$of_nvcc"
 }
 
-# Three units in one program: the extern copy, a static copy, a C++ user.
-link_three() { # EXTERN-OBJECT FLAGS...
-    local object=$1
-    shift
+# Units in one program: the extern copy, two static copies, a C++ user.
+link_all() { # EXTERN-OBJECT UNIT1 UNIT2 FLAGS...
+    local object=$1 unit1=$2 unit2=$3 n
+    shift 3
     [ -f "$object" ] || { echo "no $object"; return 1; }
-    "$NVCC" -std=c++17 $warn -I"$root" "$@" -c -o "$tmp/static.o" "$tmp/static.cu" || return 1
-    if nm "$tmp/static.o" | grep ' T snapmla_'; then return 1; fi # the static copy exports
-    "$NVCC" "$@" -o "$tmp/three" "$object" "$tmp/static.o" "$tmp/user.o" && "$tmp/three"
-}
-
-link_three_rdc() {
-    local flags='-rdc=true -arch=sm_80 -Xptxas -O0'
-    "$NVCC" -std=c++17 $warn -I. $flags -c -o "$tmp/rdc.o" tests/impl.cu && link_three "$tmp/rdc.o" $flags
+    "$NVCC" -std=c++17 $warn -I"$root" "$@" -c -o "$tmp/static1.o" "$unit1" || return 1
+    "$NVCC" -std=c++17 $warn -I"$root" "$@" -c -o "$tmp/static2.o" "$unit2" || return 1
+    for n in 1 2; do
+        if nm "$tmp/static$n.o" | grep ' T snapmla_'; then return 1; fi # the static copy exports
+    done
+    "$NVCC" "$@" -o "$tmp/all" "$object" "$tmp/static1.o" "$tmp/static2.o" "$tmp/user.o" && "$tmp/all"
 }
 
 # A shared library made of the header itself, everything hidden but the API, by SNAPMLA_API.
-shared_library() {
+shared_library() { # HEADER
     "$NVCC" -std=c++17 $warn $ptx -Xcompiler -fPIC,-fvisibility=hidden -shared -x cu \
         -DSNAPMLA_IMPLEMENTATION '-DSNAPMLA_API=extern __attribute__((visibility("default")))' \
-        -o "$tmp/libsnapmla.so" snapmla.cuh || return 1
+        -o "$tmp/libsnapmla.so" "$1" || return 1
     nm -D --defined-only "$tmp/libsnapmla.so" | awk '{ print $3 }' | grep -v '^_ZN4dim3C' |
         sort >"$tmp/symbols"
     diff "$tmp/symbols" tests/api_symbols.txt || return 1
-    sed '/version_of_static_copy/d' "$tmp/user.cpp" >"$tmp/so_user.cpp"
+    sed '/version_of_static/d' "$tmp/user.cpp" >"$tmp/so_user.cpp"
     "$CXX" -std=c++11 -I. $cuda -o "$tmp/so_user" "$tmp/so_user.cpp" -L"$tmp" -lsnapmla \
         -Wl,-rpath,"$tmp" && "$tmp/so_user"
 }
@@ -453,19 +482,31 @@ shared_library() {
 if [ $have_nvcc = 0 ]; then
     skip 'implementation, links and symbols' 'no nvcc'
 else
-    cat >"$tmp/static.cu" <<'END'
+    for n in 1 2; do
+        cat >"$tmp/static$n.cu" <<END
 #define SNAPMLA_STATIC
 #define SNAPMLA_IMPLEMENTATION
 #include "snapmla.cuh"
-extern "C" int version_of_static_copy(void);
-extern "C" int version_of_static_copy(void) { return snapmla_version(); }
+extern "C" int version_of_static$n(void);
+extern "C" int version_of_static$n(void) { return snapmla_version(); }
 END
+        # small ones, to show what the links refuse
+        cat >"$tmp/small$n.cu" <<END
+#include "snapmla.cuh"
+extern "C" int version_of_static$n(void);
+extern "C" int version_of_static$n(void) { return SNAPMLA_VERSION; }
+END
+        { cat "$tmp/small$n.cu"; echo '__device__ int counter;'; } >"$tmp/variable$n.cu"
+        { cat "$tmp/small$n.cu"; echo '__global__ void kernel() {}'; } >"$tmp/kernel$n.cu"
+    done
     cat >"$tmp/user.cpp" <<'END'
 #include "snapmla.cuh"
-extern "C" int version_of_static_copy(void);
+extern "C" int version_of_static1(void);
+extern "C" int version_of_static2(void);
 int main() {
     if (snapmla_decode(nullptr) != SNAPMLA_ERROR_NULL_DESC) return 1;
-    if (version_of_static_copy() != SNAPMLA_VERSION) return 2;
+    if (version_of_static1() != SNAPMLA_VERSION) return 2;
+    if (version_of_static2() != SNAPMLA_VERSION) return 2;
     return snapmla_version() == SNAPMLA_VERSION ? 0 : 3;
 }
 END
@@ -482,18 +523,43 @@ END
     { echo 'int leaked; __global__ void k() {}'; cat tests/impl.cu; } >"$tmp/leak.cu"
     "$CXX" -std=c++11 -Wall -Wextra -Werror -I. $cuda -c -o "$tmp/user.o" "$tmp/user.cpp"
 
-    good 'implementation: C++20' cxx20
-    good 'implementation: C++14 is refused with a message of ours' refuses_old_standards tests/impl.cu
-    good 'implementation: the Makefile makes spills an error' makefile_uses_no_spills
+    unit=tests/impl.cu
+    old_text='s/^#define SNAPMLA_IMPLEMENTATION_INCLUDED$/&\nstatic const char *smla_t = u8"";/'
+    good 'implementation: C++20' cxx20 $unit
+    bad 'a body that is C++17 but not C++20' cxx20 "$(seed_unit "$old_text")"
+    if command -v clang >/dev/null; then
+        good 'implementation: clang as host compiler, C++17 and C++20' clang_as_host $unit
+        same='static inline int smla_x(int x) { x = x; return x; }'
+        bad 'a body that only gcc takes without a warning' clang_as_host \
+            "$(seed_unit "s/^#define SNAPMLA_IMPLEMENTATION_INCLUDED\$/&\n$same/")"
+    else
+        skip 'implementation: clang as host compiler' 'no clang'
+    fi
+    good 'implementation: C++14 is refused with a message of ours' refuses_old_standards $unit
+    bad 'a body that leaves C++14 to the compiler' refuses_old_standards \
+        "$(seed_unit 's/^#elif __cplusplus < 201703L/#elif 0/')"
+    good 'implementation: the Makefile makes spills an error' makefile_uses_no_spills Makefile
+    bad 'a Makefile that lets kernels spill' makefile_uses_no_spills "$(seed Makefile 's/-warn-spills,//')"
     good 'a kernel without spills' no_spills "$tmp/no_spill.cu"
     bad 'a kernel with an array in local memory' no_spills "$tmp/spill.cu"
     good 'symbols: the API alone is external, no writable data' symbols_are_the_api build/impl.o
     good 'symbols: a leaking unit compiles' "$NVCC" -std=c++17 $ptx -I. -c -o "$tmp/leak.o" "$tmp/leak.cu"
     bad 'a global variable and an external kernel' symbols_are_the_api "$tmp/leak.o"
     ${MAKE:-make} --no-print-directory build/impl_ptx80.o >/dev/null
-    good 'links: extern copy, static copy and C++ user' link_three build/impl_ptx80.o $ptx
-    good 'links: the same with -rdc=true' link_three_rdc
-    good 'links: a shared library of the header alone, the rest hidden' shared_library
+    s1=$tmp/static1.cu s2=$tmp/static2.cu rdc='-rdc=true -arch=sm_80 -Xptxas -O0'
+    good 'links: extern copy, two static copies and C++ user' link_all build/impl_ptx80.o $s1 $s2 $ptx
+    bad 'a static copy that exports' link_all build/impl_ptx80.o $s1 \
+        "$(seed_unit 's/^#define SNAPMLA_API static inline/#define SNAPMLA_API/' $s2)" $ptx
+    bad 'an external kernel in two units' link_all build/impl_ptx80.o "$tmp/kernel1.cu" \
+        "$tmp/kernel2.cu" $ptx
+    good '-rdc=true: the extern copy' "$NVCC" -std=c++17 $warn -I. $rdc -c -o "$tmp/rdc.o" $unit
+    good '-rdc=true: the same links' link_all "$tmp/rdc.o" $s1 $s2 $rdc
+    good '-rdc=true: small units link' link_all "$tmp/rdc.o" "$tmp/small1.cu" "$tmp/small2.cu" $rdc
+    bad 'a device variable in two units, -rdc=true' link_all "$tmp/rdc.o" "$tmp/variable1.cu" \
+        "$tmp/variable2.cu" $rdc
+    good 'links: a shared library of the header alone, the rest hidden' shared_library snapmla.cuh
+    bad 'a header that does not ask SNAPMLA_API' shared_library \
+        "$(seed snapmla.cuh 's/^#ifndef SNAPMLA_API$/#undef SNAPMLA_API\n&/')"
 fi
 
 summary="$passed passed, $failed failed"

@@ -100,9 +100,22 @@ have_cmocka=1 have_nvcc=1
 tests/need.sh cmocka || have_cmocka=0
 "$NVCC" --version >/dev/null 2>&1 || have_nvcc=0
 
+have_checked=1
+echo 'int main(void) { return 0; }' | "$CC" -fsanitize=address -fsanitize=undefined -x c - \
+    -o build/log/checked 2>/dev/null && build/log/checked || have_checked=0
+rm -f build/log/checked
+
 # --- the CPU half -------------------------------------------------------------------------------
 cmocka_program test_ref
 cmocka_program test_tiny_mla
+if [ $have_checked = 1 ]; then # AddressSanitizer and UBSan; `make fuzz` runs the fuzz programs for long
+    SNAPMLA_TEST_QUICK=1 cmocka_program test_ref_checked
+    step fuzz_ref sh -c "$make build/fuzz_ref && build/fuzz_ref 50000"
+    step fuzz_tiny_mla sh -c "$make build/fuzz_tiny_mla && tests/fuzz/seeds.sh build/fuzz_seeds &&
+        build/fuzz_tiny_mla 50000 build/fuzz_seeds/*"
+else
+    left_out 'test_ref_checked, fuzz_*' "$CC has no AddressSanitizer or no UBSan"
+fi
 if wanted tiny_mla_bad_input && step tiny_mla_cpu $make build/tiny_mla_cpu; then
     script tiny_mla_bad_input tests/tiny_mla_bad_input.sh build/tiny_mla_cpu
 fi
@@ -120,6 +133,7 @@ else
     step tiny_mla $make build/tiny_mla
     cmocka_program test_plan
     cmocka_program test_api
+    [ $have_checked = 0 ] || step fuzz_host sh -c "$make build/fuzz_host && build/fuzz_host 500000"
     cmocka_program test_wrong_arch
     gpu_ok=1
     cmocka_program test_gpu || gpu_ok=0

@@ -501,6 +501,14 @@ static void test_no_such_device(void **state)
 static void test_shape(void **state)
 {
     (void)state;
+    snapmla_step most = good_step(); /* 2^30 rows in all, and not one more */
+    size_t bytes = 0;
+    most.batch = 2;
+    most.s_q = 1;
+    most.heads = 1 << 29;
+    EXPECT(snapmla_plan_bytes(&most, &bytes), SNAPMLA_OK);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.batch = 2, d.s_q = 1, d.heads = (1 << 29) + 1);
+    BAD_STEP(SNAPMLA_ERROR_HEADS, d.batch = 1, d.s_q = 3, d.heads = 357913942);
     BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = -1);
     BAD_STEP(SNAPMLA_ERROR_BATCH, d.batch = INT32_MIN);
     BAD_STEP(SNAPMLA_ERROR_S_Q, d.s_q = -1);
@@ -512,6 +520,9 @@ static void test_shape(void **state)
     BAD_DECODE(SNAPMLA_ERROR_HEADS, d.step.batch = d.step.s_q = d.step.heads = INT32_MAX);
     BAD_QUANTIZE(SNAPMLA_ERROR_HEADS, d.heads = -1);
     BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
+    BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MAX);
+    BAD_QUANTIZE(SNAPMLA_ERROR_TOKENS, d.tokens = ((int64_t)1 << 60) + 1); /* times 16 wraps to 16 */
+    BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MAX);
     BAD_APPEND(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_FETCH(SNAPMLA_ERROR_TOKENS, d.tokens = INT64_MIN);
     BAD_FETCH(SNAPMLA_ERROR_BATCH, d.batch = -1);
@@ -521,6 +532,7 @@ static void test_shape(void **state)
     BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = -1);
     BAD_IMPORT(SNAPMLA_ERROR_TOKENS, d.tokens = 6401); /* in order, and the cache has 6400 slots */
     BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = -1);
+    BAD_MERGE(SNAPMLA_ERROR_TOKENS, d.rows = ((int64_t)1 << 55) + 1); /* times 512 wraps to 512 */
 }
 
 static void test_format(void **state)
@@ -866,6 +878,37 @@ static void test_order_of_checks(void **state)
    Sizes
    ============================================================================================== */
 
+/* What the size queries say is accepted, to the byte, and one byte less is not. */
+static void test_exact_sizes(void **state)
+{
+    (void)state;
+    for (int form = 0; form < 4; form++) {
+        snapmla_decode_desc d = good_decode(), resolved;
+        if (form & 1) d.step.max_seq_len = 5000, d.step.split_tokens = 256;
+        if (form & 2) d.step.batch = 300, d.step.heads = 128;
+        EXPECT(snapmla_plan_bytes(&d.step, &d.step.plan_bytes), SNAPMLA_OK);
+        EXPECT(snapmla_decode_workspace(&d.step, &d.workspace_bytes), SNAPMLA_OK);
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_OK);
+        d.workspace_bytes--;
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_ERROR_WORKSPACE_BYTES);
+        d.workspace_bytes++;
+        d.step.plan_bytes--;
+        EXPECT(snapmla_resolve(&d, &resolved), SNAPMLA_ERROR_PLAN_BYTES);
+    }
+    /* with split_tokens fixed a plan also holds 64-bit sums, one more than there are requests */
+    for (int32_t batch = 1; batch < 10; batch++) {
+        snapmla_step step = good_step();
+        size_t balanced = 0, fixed = 0;
+        step.batch = batch;
+        EXPECT(snapmla_plan_bytes(&step, &balanced), SNAPMLA_OK);
+        step.max_seq_len = 1000;
+        step.split_tokens = 128;
+        EXPECT(snapmla_plan_bytes(&step, &fixed), SNAPMLA_OK);
+        TU_CHECK(fixed >= balanced + 8 * ((size_t)batch + 1), "batch %d: %d and %d bytes", batch,
+                 (int)balanced, (int)fixed);
+    }
+}
+
 /* At most 2 * (SMs * 64 rows * 512 floats + a few KB), whatever the batch, in the default policy.
    */
 static void test_workspace_bound(void **state)
@@ -979,6 +1022,7 @@ int main(void)
         cmocka_unit_test(test_merge_buffers),
         cmocka_unit_test(test_order_of_checks),
         cmocka_unit_test(test_overflow_is_refused),
+        cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_workspace_bound),
         cmocka_unit_test(test_sizes_depend_on_documented_fields),
         cmocka_unit_test(test_every_code_was_provoked),

@@ -21,6 +21,7 @@ int run_graph_tests(void);
 int run_accuracy_tests(void);
 int run_precise_tests(void);
 int run_precise_accuracy_tests(void);
+int run_hard_tests(void);
 
 /* ================================================================================================
    The harness finds what it is meant to find
@@ -228,6 +229,7 @@ int main(int argc, char **argv)
         failed += run_edge_tests();
         failed += run_graph_tests();
         failed += run_accuracy_tests();
+        failed += run_hard_tests();
     }
     gpu_mode = SNAPMLA_MODE_PRECISE;
     for (int i = 0; i < (paths[1] == paths[0] ? 1 : 2); i++) {

@@ -1,0 +1,408 @@
+/* test_gpu_hard.c - what is seldom but happens: a thousand repeats, threads, streams of every kind,
+   memory from a pool, one giant among thousands of empty requests, many query tokens, scales at the
+   ends of their range, and that a NaN changes no bit of a row that does not see it. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <cmocka.h>
+#include <pthread.h>
+
+#include "test_util.h"
+#include "gpu_util.h"
+
+int run_hard_tests(void);
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
+
+static spec plain(uint64_t seed, int batch, int s_q, int heads, const int32_t *lens)
+{
+    spec s;
+    memset(&s, 0, sizeof s);
+    s.seed = seed;
+    s.batch = batch;
+    s.s_q = s_q;
+    s.heads = heads;
+    s.lens = lens;
+    s.extra_width = 2;
+    s.spare_pages = 1;
+    return s;
+}
+
+/* Plan and decode a thousand times; outputs and lse, compared as they lie in memory. */
+static void test_a_thousand_repeats(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t few[] = {1, 0, 65, 300}, many[] = {9000, 130, 31000, 64};
+    const int repeats = gpu_quick() ? 50 : 1000;
+    for (int form = 0; form < 3; form++) {
+        spec s = plain(9000 + (uint64_t)form, 4, 1 + (form == 2), form == 1 ? 64 : 16,
+                       form == 0 ? few : many);
+        if (form == 2) s.max_seq_len = 31000, s.split_tokens = 1024;
+        problem *p = problem_new(&s);
+        const view v = view_all(p);
+        stage st = stage_new(p, &v);
+        unsigned char *got = (unsigned char *)tu_alloc(st.out.bytes, 0);
+        unsigned char *first = (unsigned char *)tu_alloc(st.out.bytes, 0);
+        float *lse = (float *)tu_alloc(st.lse.bytes, 0), *first_lse = (float *)tu_alloc(st.lse.bytes, 0);
+        for (int i = 0; i < repeats; i++) {
+            if (i % 10 == 0) stage_poison(&st, i % 20 ? 0x7f : 0xff);
+            OK(snapmla_plan(&st.desc.step));
+            OK(snapmla_decode(&st.desc));
+            CUDA(cudaDeviceSynchronize());
+            gpu_get(&st.out, i ? got : first);
+            gpu_get(&st.lse, i ? lse : first_lse);
+            if (i == 0) continue;
+            TU_CHECK(memcmp(got, first, st.out.bytes) == 0 && memcmp(lse, first_lse, st.lse.bytes) == 0,
+                     "form %d: repeat %d gives other bits", form, i);
+        }
+        result r = stage_read(&st);
+        CHECK_REFERENCE(p, &r, 3e8);
+        result_free(&r);
+        free(got);
+        free(first);
+        free(lse);
+        free(first_lse);
+        stage_free(&st);
+        problem_free(p);
+    }
+}
+
+/* ---- a NaN changes no bit elsewhere ---- */
+
+static void check_same_row(const result *a, const result *b, int64_t row)
+{
+    TU_CHECK(memcmp(a->out + row * kLatent, b->out + row * kLatent, 2 * kLatent) == 0 &&
+                 memcmp(a->lse + row, b->lse + row, 4) == 0,
+             "row %d: lse %.9g and %.9g", (int)row, (double)a->lse[row], (double)b->lse[row]);
+}
+
+/* Request 1 gets a token with NaN, or with an infinite scale, as its last: rows of others, and with
+   causal the query tokens before it, keep their bits. */
+static void test_nan_changes_no_other_bit(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {700, 5000, 64, 1, 5000};
+    enum { kTokens = 4, kHeads = 12 };
+    for (int form = 0; form < 8; form++) {
+        spec s = plain(9100 + (uint64_t)form, COUNT(lens), kTokens, kHeads, lens);
+        s.causal = form & 1;
+        if (form & 2) s.max_seq_len = 8192, s.split_tokens = 1024;
+        problem *p = problem_new(&s);
+        result clean = run(p);
+        CHECK_REFERENCE(p, &clean, 1e8);
+        const int64_t page = page_of(p, 1, lens[1] - 1);
+        const int at = offset_of(p, lens[1] - 1);
+        uint16_t row[kDims];
+        memset(row, 0, sizeof row);
+        row[100] = 0x7fc0;
+        token_write(p, page, at, row, row + kLatent);
+        if (form & 4) {
+            memset(token_content(p, page, at), 0x38, kLatent);
+            memset(token_rope(p, page, at), 0, 2 * kRope);
+            *token_scale(p, page, at) = INFINITY;
+        }
+        problem_upload(p);
+        result r = run(p);
+        for (int64_t k = 0; k < (int64_t)COUNT(lens) * kTokens * kHeads; k++) {
+            const int b = (int)(k / (kTokens * kHeads)), i = (int)(k / kHeads % kTokens);
+            if (b != 1 || (s.causal && i < kTokens - 1)) {
+                check_same_row(&r, &clean, k);
+            } else {
+                TU_CHECK(isnan(r.lse[k]), "lse of row %d is %g", (int)k, (double)r.lse[k]);
+                TU_CHECK_INT(tu_count_nan_bf16(r.out + k * kLatent, kLatent), kLatent);
+            }
+        }
+        result_free(&clean);
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+/* ---- shapes ---- */
+
+static void test_giant_among_empty_requests(void **state)
+{
+    (void)state;
+    gpu_need();
+    enum { kBatch = 4096 };
+    static int32_t lens[kBatch];
+    memset(lens, 0, sizeof lens);
+    for (int form = 0; form < 2; form++) {
+        lens[2345] = gpu_quick() ? 30000 : form ? 1 << 18 : 1 << 20;
+        spec s = plain(9200 + (uint64_t)form, kBatch, 1, 4, lens);
+        s.page_size = 1024;
+        if (form) s.max_seq_len = 1 << 18, s.split_tokens = 1 << 16;
+        problem *p = problem_new(&s);
+        result r = run(p);
+        const verdict v = compare_part(p, &r, SNAPMLA_REF_EXACT, 2345, 0, 4);
+        const bounds limit = {4.5e-2, 7e-2, 1, 2e-3, 2e-3};
+        CHECK_VERDICT(p, &v, &limit);
+        for (int64_t k = 0; k < kBatch * 4; k++) {
+            if (k / 4 == 2345) continue;
+            TU_CHECK(r.lse[k] == -INFINITY, "lse of row %d is %g", (int)k, (double)r.lse[k]);
+            TU_CHECK(r.out[k * kLatent] == 0 &&
+                         memcmp(r.out + k * kLatent, r.out + k * kLatent + 1, 2 * (kLatent - 1)) == 0,
+                     "row %d is not zero", (int)k);
+        }
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+/* s_q up to 1024 with few heads: prompts that are decoded. */
+static void test_many_query_tokens(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {1100, 64, 700, 0};
+    static const int shapes[][2] = {{257, 3}, {1023, 2}, {1024, 1}}; /* query tokens, heads */
+    for (int i = 0; i < COUNT(shapes); i++) {
+        spec s = plain(9300 + (uint64_t)i, COUNT(lens), shapes[i][0], shapes[i][1], lens);
+        s.causal = 1;
+        if (i == 1 && gpu_quick()) continue;
+        CHECK_SPEC(&s, 1e9);
+    }
+}
+
+/* ---- scales ---- */
+
+/* Keys so large or so small that their scales end near where f32 does, and queries that make up for it. */
+static void test_scales_of_any_size(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {900, 64, 1, 2000};
+    static const struct {
+        double key, q, softmax_factor;
+        int general_only; /* the Hopper path takes values below 2^-40 * 448 for 0 */
+    } cases[] = {{1e24, 1e-24, 1, 0}, {1e30, 1e-24, 1e-6, 0}, {1e-8, 1e8, 1, 0}, {1e-22, 1e22, 1, 1}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        if (cases[i].general_only && gpu_path != SNAPMLA_PATH_GENERAL) continue;
+        spec s = plain(9400 + (uint64_t)i, COUNT(lens), 2, 17, lens);
+        s.causal = 1;
+        s.key_std = s.rope_std = cases[i].key;
+        s.q_std = cases[i].q;
+        s.softmax_scale = (float)(cases[i].softmax_factor / 24);
+        problem *p = problem_new(&s);
+        result r = run(p);
+        const verdict v = compare(p, &r, SNAPMLA_REF_EXACT, 1e9);
+        const bounds limit = {3.2e-2, 7e-2, INFINITY, 2e-3, 2e-3};
+        CHECK_VERDICT(p, &v, &limit);
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+/* Tokens among normal ones whose scale is subnormal, zero of either sign, or the least that a writer
+   makes, with content that is not zero: they count with a logit of about 0 and a value of about 0. */
+static void test_subnormal_scales(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {300, 64, 5000, 3};
+    static const float scales[] = {1e-40f, 0.0f, 1.4e-45f, 2.3e-29f, 1.17549435e-38f};
+    for (int form = 0; form < 2; form++) {
+        spec s = plain(9500 + (uint64_t)form, COUNT(lens), 1, 20, lens);
+        if (form) s.max_seq_len = 5000, s.split_tokens = 512;
+        problem *p = problem_new(&s);
+        int n = 0;
+        for (int b = 0; b < COUNT(lens); b++) {
+            for (int32_t t = 1; t < lens[b]; t += 1 + t % 7, n++) {
+                *token_scale(p, page_of(p, b, t), offset_of(p, t)) = scales[n % COUNT(scales)];
+                memset(token_rope(p, page_of(p, b, t), offset_of(p, t)), 0, 2 * kRope);
+            }
+        }
+        problem_upload(p);
+        result r = run(p);
+        const verdict v = compare(p, &r, SNAPMLA_REF_EXACT, 1e9);
+        const bounds limit = {3.2e-2, 7e-2, 1, 2e-3, 2e-3};
+        CHECK_VERDICT(p, &v, &limit);
+        result_free(&r);
+        problem_free(p);
+    }
+}
+
+/* ---- streams, threads, memory ---- */
+
+enum { kWorkers = 4, kSteps = 50 };
+
+typedef struct worker {
+    stage st;
+    problem *p;
+    result want;
+    pthread_t thread;
+    snapmla_result worst;
+    cudaError_t error;
+} worker;
+
+static void *run_worker(void *arg)
+{
+    worker *w = (worker *)arg;
+    for (int i = 0; i < kSteps; i++) {
+        snapmla_decode_desc resolved;
+        const snapmla_result got[] = {snapmla_plan(&w->st.desc.step), snapmla_decode(&w->st.desc),
+                                      snapmla_resolve(&w->st.desc, &resolved)};
+        for (int k = 0; k < COUNT(got); k++)
+            if (got[k] != SNAPMLA_OK) w->worst = got[k];
+    }
+    w->error = cudaStreamSynchronize(w->st.desc.step.stream);
+    return NULL;
+}
+
+/* Host threads, each with a stream, a plan and a workspace of its own, at the same time.  One of them
+   uses its thread's default stream, one the legacy one. */
+static void test_host_threads(void **state)
+{
+    (void)state;
+    gpu_need();
+    static worker w[kWorkers];
+    memset(w, 0, sizeof w);
+    for (int i = 0; i < kWorkers; i++) {
+        spec s = plain(9600 + (uint64_t)i, 5, 1 + i % 2, 16 << i % 3, NULL);
+        s.max_len = 8000;
+        if (i == 2) s.max_seq_len = 8000, s.split_tokens = 512;
+        w[i].p = problem_new(&s);
+        const view v = view_all(w[i].p);
+        w[i].want = run(w[i].p);
+        w[i].st = stage_new(w[i].p, &v);
+        cudaStream_t stream = i == 0 ? cudaStreamPerThread : cudaStreamLegacy;
+        if (i > 1) CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        w[i].st.desc.step.stream = stream;
+    }
+    CUDA(cudaDeviceSynchronize());
+    for (int i = 0; i < kWorkers; i++)
+        assert_int_equal(pthread_create(&w[i].thread, NULL, run_worker, &w[i]), 0);
+    for (int i = 0; i < kWorkers; i++) assert_int_equal(pthread_join(w[i].thread, NULL), 0);
+    for (int i = 0; i < kWorkers; i++) {
+        TU_CHECK_INT(w[i].worst, SNAPMLA_OK);
+        TU_CHECK_INT(w[i].error, cudaSuccess);
+        result r = stage_read(&w[i].st);
+        CHECK_SAME_BITS(&r, &w[i].want);
+        result_free(&r);
+        result_free(&w[i].want);
+        if (i > 1) CUDA(cudaStreamDestroy(w[i].st.desc.step.stream));
+        stage_free(&w[i].st);
+        problem_free(w[i].p);
+    }
+}
+
+/* Plan, workspace and output from the stream's pool, given back before anything has run: the next
+   round gets the same memory, and what it writes must come behind what this round reads. */
+static void test_stream_ordered_memory(void **state)
+{
+    (void)state;
+    gpu_need();
+    enum { kRounds = 20 };
+    static const int32_t lens[] = {20000, 100, 0, 3000};
+    spec s = plain(9700, COUNT(lens), 2, 32, lens);
+    problem *p = problem_new(&s);
+    result want = run(p);
+    const view v = view_all(p);
+    stage st = stage_new(p, &v);
+    const size_t out_bytes = st.out.bytes, lse_bytes = st.lse.bytes;
+    unsigned char *outs = NULL, *lses = NULL;
+    cudaStream_t stream;
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA(cudaMallocHost((void **)&outs, kRounds * out_bytes));
+    CUDA(cudaMallocHost((void **)&lses, kRounds * lse_bytes));
+    CUDA(cudaDeviceSynchronize());
+    for (int i = 0; i < kRounds; i++) {
+        snapmla_decode_desc d = st.desc;
+        void *plan, *workspace, *out, *lse;
+        d.step.stream = stream;
+        CUDA(cudaMallocAsync(&plan, d.step.plan_bytes, stream));
+        CUDA(cudaMallocAsync(&workspace, d.workspace_bytes, stream));
+        CUDA(cudaMallocAsync(&out, out_bytes, stream));
+        CUDA(cudaMallocAsync(&lse, lse_bytes, stream));
+        CUDA(cudaMemsetAsync(plan, 0xff, d.step.plan_bytes, stream));
+        CUDA(cudaMemsetAsync(workspace, 0xff, d.workspace_bytes, stream));
+        CUDA(cudaMemsetAsync(out, 0xff, out_bytes, stream));
+        CUDA(cudaMemsetAsync(lse, 0xff, lse_bytes, stream));
+        d.step.plan = plan;
+        d.workspace = workspace;
+        d.out = out;
+        d.lse = (float *)lse;
+        OK(snapmla_plan(&d.step));
+        OK(snapmla_decode(&d));
+        CUDA(cudaMemcpyAsync(outs + i * out_bytes, out, out_bytes, cudaMemcpyDeviceToHost, stream));
+        CUDA(cudaMemcpyAsync(lses + i * lse_bytes, lse, lse_bytes, cudaMemcpyDeviceToHost, stream));
+        CUDA(cudaFreeAsync(plan, stream));
+        CUDA(cudaFreeAsync(workspace, stream));
+        CUDA(cudaFreeAsync(out, stream));
+        CUDA(cudaFreeAsync(lse, stream));
+    }
+    CUDA(cudaStreamSynchronize(stream));
+    for (int i = 0; i < kRounds; i++) {
+        gpu_put(&st.out, outs + i * out_bytes);
+        gpu_put(&st.lse, lses + i * lse_bytes);
+        result r = stage_read(&st);
+        CHECK_SAME_BITS(&r, &want);
+        result_free(&r);
+    }
+    CUDA(cudaFreeHost(outs));
+    CUDA(cudaFreeHost(lses));
+    CUDA(cudaStreamDestroy(stream));
+    result_free(&want);
+    stage_free(&st);
+    problem_free(p);
+}
+
+/* The current device is another one than the stream's: an error, and nothing is broken by it. */
+static void test_other_current_device(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {5000, 3};
+    spec s = plain(9800, COUNT(lens), 1, 16, lens);
+    problem *p = problem_new(&s);
+    result want = run(p);
+    const view v = view_all(p);
+    stage st = stage_new(p, &v);
+    cudaStream_t stream;
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    st.desc.step.stream = stream;
+    CUDA(cudaSetDevice(1));
+    const snapmla_result plan = snapmla_plan(&st.desc.step), decode = snapmla_decode(&st.desc);
+    const cudaError_t pending = cudaPeekAtLastError();
+    CUDA(cudaSetDevice(0));
+    TU_CHECK_INT(plan, SNAPMLA_ERROR_CUDA);
+    TU_CHECK_INT(decode, SNAPMLA_ERROR_CUDA);
+    TU_CHECK_INT(pending, cudaSuccess);
+    CUDA(cudaDeviceSynchronize());
+    OK(snapmla_plan(&st.desc.step));
+    OK(snapmla_decode(&st.desc));
+    result r = stage_read(&st);
+    CHECK_SAME_BITS(&r, &want);
+    result_free(&r);
+    result_free(&want);
+    CUDA(cudaStreamDestroy(stream));
+    stage_free(&st);
+    problem_free(p);
+}
+
+int run_hard_tests(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_a_thousand_repeats),
+        cmocka_unit_test(test_nan_changes_no_other_bit),
+        cmocka_unit_test(test_giant_among_empty_requests),
+        cmocka_unit_test(test_many_query_tokens),
+        cmocka_unit_test(test_scales_of_any_size),
+        cmocka_unit_test(test_subnormal_scales),
+        cmocka_unit_test(test_host_threads),
+        cmocka_unit_test(test_stream_ordered_memory),
+    };
+    const struct CMUnitTest with_two[] = {
+        cmocka_unit_test(test_other_current_device),
+    };
+    int devices = 0, failed = cmocka_run_group_tests_name("hard", tests, NULL, NULL);
+    if (gpu_present()) CUDA(cudaGetDeviceCount(&devices));
+    if (devices > 1) failed += cmocka_run_group_tests_name("two devices", with_two, NULL, NULL);
+    else print_message("not run without a second GPU: test_other_current_device\n");
+    return failed;
+}
