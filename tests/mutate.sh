@@ -89,7 +89,7 @@ r ref_bf16_ties_up '(u + 0x7fffu + ((u >> 16) & 1u)) >> 16' '(u + 0x8000u) >> 16
 r ref_floor_gone 's = (s > 1e-26f ? s : 1e-26f) / 448.0f;' 's = s / 448.0f;'
 r ref_mask_off_by_one 'visible += 1 + r / job->d.heads' 'visible += r / job->d.heads'
 r ref_rescale_missing 'state->l[r] = state->l[r] * *alpha + sum;' 'state->l[r] = state->l[r] + sum;'
-r ref_flushed_not_counted 'rounded >= 0.015625f ? rounded * unit / job->scale[t] : x[t];' \
+r ref_flushed_not_counted 'rounded >= least ? rounded * unit / job->scale[t] : x[t];' \
     'rounded * unit / job->scale[t];'
 r ref_lse_base_2 'return l != l ? l : m * SMLAR_LN2 + logf(l);' 'return l != l ? l : m + logf(l);'
 r ref_merge_reads_empty_part 'weight[n] = weight[n] == -HUGE_VAL ? -1 : exp(weight[n] - m);' \
@@ -137,9 +137,9 @@ g hole_is_read 'const bool live = token < end && page >= 0;' 'const bool live = 
 g rescale_missing 'y.alpha = smla_ex2(m - shift);' 'y.alpha = m == smla_neg_inf() ? 0.0f : 1.0f;'
 g scales_swapped 'make_float4(step.alpha, step.block_scale, step.m, 0.0f);' \
     'make_float4(step.block_scale, step.alpha, step.m, 0.0f);'
-g flushed_mass_lost '(v.x >= smla_kE4m3MinNormal ? rounded_x : e.x)' '(rounded_x)'
+g flushed_mass_lost '(v.x >= least ? rounded_x : e.x)' '(rounded_x)'
 g barrier_before_weights '        __syncthreads();
-        smla_general_weights' '        smla_general_weights'
+        if (kRopes == 1 && i + 1 < blocks)' '        if (kRopes == 1 && i + 1 < blocks)'
 g copies_not_awaited '        smla_cp_async_wait_all();
         __syncthreads(); /* block i' '        __syncthreads(); /* block i'
 g nan_value_stays '            *reinterpret_cast<uint4 *>(sm.content[stage] + t * smla_kLatent + 16 * i) =
@@ -149,8 +149,8 @@ g infinite_scale_stays '        sm.scale[stage][t] = __uint_as_float(smla_kNanF3
 g partial_rows_overlap '    const int64_t partial = (s.slot * p.group + s.tile % p.group) * kRows;
     __syncthreads();' '    const int64_t partial = (s.slot * p.group) * kRows;
     __syncthreads();'
-g masked_weight_times_nan 'smla_e4m3x2_from_f32(e.x == 0.0f ? 0.0f : e.x * k_s.x * step.inverse,' \
-    'smla_e4m3x2_from_f32(e.x * k_s.x * step.inverse,'
+g masked_weight_times_nan 'smla_general_round(precise, e.x == 0.0f ? 0.0f : e.x * k_s.x * step.inverse,' \
+    'smla_general_round(precise, e.x * k_s.x * step.inverse,'
 
 # --- the Hopper kernel ---
 w() { mutant hopper test_gpu "$@"; }
@@ -173,15 +173,26 @@ w hopper_stage_freed_early 'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 +
 w hopper_page_table_stale '        if ((i & 31) == 0) {
             page = next_page;' '        if ((i & 63) == 0) {
             page = next_page;'
+w hopper_logits_overwritten \
+    '    smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
+' ''
+w hopper_sums_read_early '    smla_bar_sync(smla_kBarSums, 128);
+    if ((t & 31) == 0) smla_mbarrier_arrive' '    if ((t & 31) == 0) smla_mbarrier_arrive'
+w hopper_rest_of_p_lost \
+    'smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][1], weight + kRest + 2, 1);' ''
+w hopper_rest_of_q_lost 'smla_hopper_store_q(sm, p, r + smla_kPreciseRows, lo);' \
+    'smla_hopper_store_q(sm, p, r + smla_kPreciseRows, {});'
 w hopper_nan_query_hidden 'make_uint2(y.content[i].x | nan, y.content[i].y | nan);' \
     'make_uint2(y.content[i].x, y.content[i].y);'
 
 # --- combine, merge, launches ---
 c() { mutant combine test_gpu "$@"; }
-c combine_without_weights 'weight = smla_ex2(stat.x - shift);' 'weight = 1.0f;'
-c combine_loses_last_split 'list.count * (way + 1) >> log_ways, r, dim' \
-    '(list.count * (way + 1) >> log_ways) - (way > 0), r, dim'
-c combine_wrong_denominator 'lq += stat.z * weight;' 'lq += stat.y * weight;'
+c combine_without_weights 'return smla_ex2(stat.x - (top == smla_neg_inf() ? 0.0f : top));' \
+    'return 1.0f;'
+c combine_loses_last_split 'if (i + k < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);' \
+    'if (i + k + 1 < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);'
+c combine_wrong_denominator 'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);' \
+    'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);'
 c combine_starts_early '    smla_griddepcontrol_wait(); /* by every CTA' '    /* by every CTA'
 c merge_base_2 'const float w = smla_ex2((lse - shift) * smla_kLog2e) * inverse;' \
     'const float w = smla_ex2(lse - shift) * inverse;'
