@@ -11,8 +11,8 @@
        ./accuracy --csv FILE --note TEXT        TEXT goes into its first line, e.g. the commit
 
    Without a GPU, or compiled with NO_GPU, decode is the emulation of snapmla_ref.h: the same
-   recurrence with the same roundings, on the arithmetic of Hopper's tensor cores; in the precise mode
-   with sums in f32.
+   recurrence with the same roundings, on the arithmetic of Hopper's tensor cores; in the precise
+   mode with sums in f32.
 
    Columns, relative rms over eight heads, and the bias = mean signed error / mean magnitude:
      against fp64 attention over the same quantised tensors: what a kernel costs
@@ -41,8 +41,8 @@
 
    Expected output: a row for each distribution, length and number of splits; on a GPU for each path
    it has.  Exit code: 0 = all of decode within bounds (3.2e-2; lse 2e-2, or of large logits 2e-3,
-   the emulation, which sums all 512 dims in one accumulator, 1e-2; the precise mode 3e-3; lse 2e-3 or
-   1e-4, on Hopper, whose FP8 tensor cores truncate, 2e-2 or 1e-3), 1 = not, or a call failed,
+   the emulation, which sums all 512 dims in one accumulator, 1e-2; the precise mode 3e-3; lse 2e-3
+   or 1e-4, on Hopper, whose FP8 tensor cores truncate, 2e-2 or 1e-3), 1 = not, or a call failed,
    2 = wrong arguments. */
 #if !defined(NO_GPU)
 #define SNAPMLA_IMPLEMENTATION
@@ -428,6 +428,10 @@ typedef struct decoder {
     int gpu, path;
 } decoder;
 
+typedef struct device_keys {
+    void *content, *scale, *rope, *table;
+} device_keys;
+
 #if !defined(NO_GPU)
 #define LIB(call)                                                                                  \
     do {                                                                                           \
@@ -450,11 +454,29 @@ static void *device(const void *host, size_t bytes)
     return p;
 }
 
+static device_keys to_device(const problem *p, const planes *keys)
+{
+    const size_t pages = (size_t)pages_of(p->tokens), slots = pages * PAGE;
+    device_keys k;
+    k.content = device(keys->content, slots * LATENT);
+    k.scale = device(keys->scale, slots * sizeof(float));
+    k.rope = device(keys->rope, slots * ROPE * 2);
+    k.table = device(p->table, pages * sizeof(int32_t));
+    return k;
+}
+
+static void free_device(const device_keys *k)
+{
+    CUDA(cudaFree(k->content));
+    CUDA(cudaFree(k->scale));
+    CUDA(cudaFree(k->rope));
+    CUDA(cudaFree(k->table));
+}
+
 /* queries == NULL: the precise mode. */
-static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
+static void decode_gpu(const problem *p, const planes *queries, const device_keys *keys, int path,
                        int splits, attention *result)
 {
-    const size_t slots = (size_t)pages_of(p->tokens) * PAGE;
     uint16_t out[HEADS * LATENT];
     float lse[HEADS];
     snapmla_decode_desc d = {};
@@ -469,12 +491,12 @@ static void decode_gpu(const problem *p, const planes *queries, const planes *ke
     d.step.seq_lens = (int32_t *)device(&p->tokens, sizeof p->tokens);
     LIB(snapmla_plan_bytes(&d.step, &d.step.plan_bytes));
     d.step.plan = device(NULL, d.step.plan_bytes);
-    d.cache.content = device(keys->content, slots * LATENT);
-    d.cache.scale = (float *)device(keys->scale, slots * sizeof(float));
-    d.cache.rope = device(keys->rope, slots * ROPE * 2);
+    d.cache.content = keys->content;
+    d.cache.scale = (float *)keys->scale;
+    d.cache.rope = keys->rope;
     d.cache.pages = pages_of(p->tokens);
     d.block_table_width = (int32_t)d.cache.pages;
-    d.block_table = (int32_t *)device(p->table, (size_t)d.cache.pages * sizeof(int32_t));
+    d.block_table = (int32_t *)keys->table;
     d.softmax_scale = p->softmax_scale;
     if (queries) {
         d.q_content = device(queries->content, HEADS * LATENT);
@@ -493,9 +515,8 @@ static void decode_gpu(const problem *p, const planes *queries, const planes *ke
     CUDA(cudaMemcpy(out, d.out, sizeof out, cudaMemcpyDeviceToHost));
     CUDA(cudaMemcpy(lse, d.lse, sizeof lse, cudaMemcpyDeviceToHost));
     from_bf16(result, out, lse);
-    const void *memory[] = {d.step.seq_lens, d.step.plan, d.cache.content, d.cache.scale, d.cache.rope,
-                            d.block_table,   d.q,         d.q_content,     d.q_scale,     d.q_rope,
-                            d.out,           d.lse,       d.workspace};
+    const void *memory[] = {d.step.seq_lens, d.step.plan, d.q,   d.q_content, d.q_scale,
+                            d.q_rope,        d.out,       d.lse, d.workspace};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         CUDA(cudaFree((void *)(uintptr_t)memory[i]));
 }
@@ -526,8 +547,20 @@ static int find_decoders(decoder *list, char *device_name, size_t size)
     return 0;
 }
 
-/* There is no decoder that would call it. */
-static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
+/* There is no decoder that would call these. */
+static device_keys to_device(const problem *p, const planes *keys)
+{
+    const device_keys none = {NULL, NULL, NULL, NULL};
+    (void)p, (void)keys;
+    return none;
+}
+
+static void free_device(const device_keys *k)
+{
+    (void)k;
+}
+
+static void decode_gpu(const problem *p, const planes *queries, const device_keys *keys, int path,
                        int splits, attention *result)
 {
     (void)p, (void)queries, (void)keys, (void)path, (void)splits, (void)result;
@@ -583,6 +616,7 @@ typedef struct material {
     int kind;
     problem p;
     planes queries, keys;
+    device_keys on_device;                     /* the keys, where decode runs on a GPU */
     attention over_bf16, exact, exact_precise; /* in double */
     error of_format[4];
     attention emulation[2][WAYS]; /* of one split and of MANY */
@@ -616,6 +650,7 @@ static void prepare(const options *o, int kind, int32_t tokens, int emulated, ma
         }
     }
     fp64(&m->p, NULL, &m->keys, &m->exact_precise);
+    if (on_gpu) m->on_device = to_device(&m->p, &m->keys);
 
     /* In one split and in several, snapmla's way where there is no GPU, and in one accumulator. */
     PARALLEL("omp parallel for schedule(dynamic)")
@@ -640,7 +675,7 @@ static int report_row(const options *o, const material *m, const decoder *by, in
     int ok = 1;
     for (int precise = 0; precise < 2; precise++) {
         if (by->gpu)
-            decode_gpu(&m->p, precise ? NULL : &m->queries, &m->keys, by->path, splits, &got);
+            decode_gpu(&m->p, precise ? NULL : &m->queries, &m->on_device, by->path, splits, &got);
         else
             got = m->emulation[round][precise ? PRECISE : OWN];
         of_cache[precise] = compare(&got, precise ? &m->exact_precise : &m->exact);
@@ -683,6 +718,7 @@ static int report(const options *o, int kind, int32_t tokens)
         for (int i = 0; i < o->decoders; i++)
             wrong += !report_row(o, &m, &o->decoder[i], round, have_single ? &single : NULL);
     }
+    if (o->decoder[0].gpu) free_device(&m.on_device);
     free_planes(&m.queries);
     free_planes(&m.keys);
     free(m.p.q);

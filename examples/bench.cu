@@ -655,8 +655,8 @@ static double value_of(const record *r, const char *name)
     return NAN;
 }
 
-/* Holds a row to the targets for its shape, and says on the table where it falls short.  Rows of the
-   precise mode have one metric of their own, `default_ratio`, and no other. */
+/* Holds a row to the targets for its shape, and says on the table where it falls short.  Rows of
+   the precise mode have one metric of their own, `default_ratio`, and no other. */
 static void check_targets(options *o, const record *r, int precise)
 {
     static const char *const names[4] = {"m", "kv", "batch", "tokens"};
@@ -807,7 +807,8 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         put(&row, 0, "lse_error", "%.3e", a->lse);
         put(&row, 0, "rows_checked", "%d", a->rows);
         write_record(o, &row);
-        if (strcmp(t->how, "rested") == 0) check_targets(o, &row, precise); /* they are for full clocks */
+        if (strcmp(t->how, "rested") == 0) /* they are for full clocks */
+            check_targets(o, &row, precise);
     }
     if (o->table != NULL) fflush(o->table);
 }
@@ -1031,8 +1032,9 @@ static void add_preset(options *o, int which)
         for (int i = 0; i < 6; i++)
             for (int heads = 16; heads <= 128; heads *= 2)
                 add_case(o, p, heads, 1, long_batch[i], long_kv[i]);
-        for (int heads = 16; heads <= 128 && !o->mode_given; heads = heads == 32 ? 128 : 2 * heads) {
-            add_case(o, p, heads, 1, 64, 16384);
+        for (int i = 0; i < 3 && !o->mode_given; i++) {
+            static const int heads[3] = {16, 32, 128};
+            add_case(o, p, heads[i], 1, 64, 16384);
             o->shapes[o->cases - 1].precise = 1;
         }
         break;
@@ -1162,7 +1164,8 @@ static void parse(options *o, int argc, char **argv)
         else if (strcmp(flag, "--check") == 0) read_targets(o, value);
         else if (strcmp(flag, "--note") == 0) o->note = value;
         else if (strcmp(flag, "--page") == 0) o->page = parse_ints(flag, value, 1);
-        else if (strcmp(flag, "--mode") == 0) o->mode = parse_names(flag, value, kModes), o->mode_given = 1;
+        else if (strcmp(flag, "--mode") == 0)
+            o->mode = parse_names(flag, value, kModes), o->mode_given = 1;
         else if (strcmp(flag, "--path") == 0) o->path = parse_names(flag, value, kPaths);
         else if (strcmp(flag, "--split-tokens") == 0) o->split_tokens = parse_int(flag, value, 0);
         else if (strcmp(flag, "--causal") == 0) o->causal = parse_int(flag, value, 0);

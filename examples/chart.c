@@ -149,7 +149,7 @@ static void draw_error(svg_chart *c, const csv *t, const char *distribution)
         {"bf16", "format", "the cache format *", 1, 5, 1},
     };
     static char title[128];
-    int before = 0; /* lines, before the last candidate: an emulation stands in for the one above it */
+    int before = 0; /* lines before the last one; an emulation stands in for the one above it */
     snprintf(title, sizeof title, "Relative error of the output, \"%s\" rows (* against BF16)",
              distribution);
     c->title = title;
