@@ -4,10 +4,10 @@
        ./chart speed examples/charts/speed.csv speed.svg
        ./chart error examples/charts/accuracy.csv error.svg [distribution]
 
-   speed: the rows of the headline preset in the default mode, one line for each number of heads, and dashed, where the
-   file has both, the ceiling that binds it, measured in the same run.
-   error: relative rms against length on log axes, decode in one split beside one FP8 accumulator,
-   for one distribution (default: mean).
+   speed: the rows of the headline preset in the default mode, one line for each number of heads,
+   and dashed, where the file has both, the ceiling that binds it, measured in the same run.
+   error: relative rms against length on log axes, decode in one split and in both modes beside one
+   FP8 accumulator, for one distribution (default: mean).
 
    Expected output: none.  Exit code: 0, or 1 with a message. */
 #include "svg_chart.h"
