@@ -11,15 +11,18 @@
        ./accuracy --csv FILE --note TEXT        TEXT goes into its first line, e.g. the commit
 
    Without a GPU, or compiled with NO_GPU, decode is the emulation of snapmla_ref.h: the same
-   recurrence with the same roundings, on the arithmetic of Hopper's tensor cores.
+   recurrence with the same roundings, on the arithmetic of Hopper's tensor cores; in the precise
+   mode with sums in f32.
 
    Columns, relative rms over eight heads, and the bias = mean signed error / mean magnitude:
      against fp64 attention over the same quantised tensors: what a kernel costs
        decode     snapmla, its bias, and the largest absolute error of lse
+       precise    the same in the precise mode, against fp64 attention over the BF16 queries and the
+                  quantised keys, since that mode does not round queries to FP8
        one acc    the emulation with all products of V in one FP8 accumulator, 13 fraction bits,
                   truncated: what a kernel does that leaves the output in the tensor core
      against fp64 attention over the BF16 queries and keys: what FP8 costs
-       all        snapmla, kernel and format
+       all        snapmla, kernel and format (its CSV has this of the precise mode, too)
        format     the format alone: latent FP8 with a scale a token, RoPE BF16
        1 scale    one scale for all tokens instead, and one for all heads
        rope8      a scale a token, from latent and RoPE, and RoPE in FP8, too
@@ -38,7 +41,8 @@
 
    Expected output: a row for each distribution, length and number of splits; on a GPU for each path
    it has.  Exit code: 0 = all of decode within bounds (3.2e-2; lse 2e-2, or of large logits 2e-3,
-   the emulation, which sums all 512 dims in one accumulator, 1e-2), 1 = not, or a call failed,
+   the emulation, which sums all 512 dims in one accumulator, 1e-2; the precise mode 3e-3; lse 2e-3
+   or 1e-4, on Hopper, whose FP8 tensor cores truncate, 2e-2 or 1e-3), 1 = not, or a call failed,
    2 = wrong arguments. */
 #if !defined(NO_GPU)
 #define SNAPMLA_IMPLEMENTATION
@@ -64,8 +68,6 @@ enum { NORMALS = 1 << 16 };
 #define PARALLEL(what)
 #endif
 
-static const double kMaxError = 3.2e-2, kMaxLse = 2e-2, kMaxLseOfLogit = 2e-3;
-static const double kMaxLseOfLogitEmulated = 1e-2;
 static const int32_t kLengths[] = {1, 64, 1024, 4096, 16384, 65536, 131072, 1048576};
 
 enum { NORMAL, AVERAGE, MEAN, PEAKED, ONEHOT, SINK, FLAT, HEAVY_ROPE, SPREAD, DISTRIBUTIONS };
@@ -100,6 +102,11 @@ typedef struct attention {
 typedef struct error {
     double rms, bias, lse, lse_of_logit; /* the last one relative */
 } error;
+
+/* What a row is held to: one of the two for lse. */
+typedef struct bounds {
+    double rms, lse, lse_of_logit;
+} bounds;
 
 /* ================================================================================================
    helpers
@@ -290,7 +297,8 @@ static void free_planes(planes *p)
 /* ================================================================================================
    attention on the CPU
    ============================================================================================== */
-/* keys == NULL: over the BF16 tensors. */
+/* queries == NULL: over the BF16 ones, which takes the precise mode where keys are quantised.
+   keys == NULL: over the BF16 tensors. */
 static snapmla_ref_decode_desc ref_desc(const problem *p, const planes *queries, const planes *keys)
 {
     snapmla_ref_decode_desc d;
@@ -307,11 +315,15 @@ static snapmla_ref_decode_desc ref_desc(const problem *p, const planes *queries,
         d.cache.content = keys->content;
         d.cache.scale = keys->scale;
         d.cache.rope = keys->rope;
+    } else {
+        d.key = p->key;
+    }
+    if (queries) {
         d.q_content = queries->content;
         d.q_scale = queries->scale;
         d.q_rope = queries->rope;
     } else {
-        d.key = p->key;
+        d.mode = keys ? SNAPMLA_REF_MODE_PRECISE : SNAPMLA_REF_MODE_DEFAULT;
         d.q = p->q;
     }
     return d;
@@ -369,7 +381,7 @@ static void from_bf16(attention *a, const uint16_t *out, const float *lse)
     for (int h = 0; h < HEADS; h++) a->lse[h] = (double)lse[h];
 }
 
-/* Decode as on Hopper, rounding by rounding. */
+/* Decode as on Hopper, rounding by rounding; queries == NULL: in the precise mode. */
 static void emulate(const problem *p, const planes *queries, const planes *keys, int splits,
                     int one_accumulator, attention *result)
 {
@@ -377,7 +389,7 @@ static void emulate(const problem *p, const planes *queries, const planes *keys,
     uint16_t out[HEADS * LATENT];
     float lse[HEADS];
     d.fidelity = SNAPMLA_REF_EMULATED;
-    d.fp8_tensor_core = 1;
+    d.fp8_tensor_core = queries != NULL;
     d.one_accumulator = one_accumulator;
     d.split_tokens = tokens_of_split(p->tokens, splits);
     d.out = out;
@@ -416,6 +428,10 @@ typedef struct decoder {
     int gpu, path;
 } decoder;
 
+typedef struct device_keys {
+    void *content, *scale, *rope, *table;
+} device_keys;
+
 #if !defined(NO_GPU)
 #define LIB(call)                                                                                  \
     do {                                                                                           \
@@ -438,16 +454,36 @@ static void *device(const void *host, size_t bytes)
     return p;
 }
 
-static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
+static device_keys to_device(const problem *p, const planes *keys)
+{
+    const size_t pages = (size_t)pages_of(p->tokens), slots = pages * PAGE;
+    device_keys k;
+    k.content = device(keys->content, slots * LATENT);
+    k.scale = device(keys->scale, slots * sizeof(float));
+    k.rope = device(keys->rope, slots * ROPE * 2);
+    k.table = device(p->table, pages * sizeof(int32_t));
+    return k;
+}
+
+static void free_device(const device_keys *k)
+{
+    CUDA(cudaFree(k->content));
+    CUDA(cudaFree(k->scale));
+    CUDA(cudaFree(k->rope));
+    CUDA(cudaFree(k->table));
+}
+
+/* queries == NULL: the precise mode. */
+static void decode_gpu(const problem *p, const planes *queries, const device_keys *keys, int path,
                        int splits, attention *result)
 {
-    const size_t slots = (size_t)pages_of(p->tokens) * PAGE;
     uint16_t out[HEADS * LATENT];
     float lse[HEADS];
     snapmla_decode_desc d = {};
     d.step.batch = d.step.s_q = 1;
     d.step.heads = HEADS;
     d.step.path = (snapmla_path)path;
+    d.step.mode = queries ? SNAPMLA_MODE_DEFAULT : SNAPMLA_MODE_PRECISE;
     if (splits > 0) {
         d.step.max_seq_len = (p->tokens + 127) / 128 * 128;
         d.step.split_tokens = splits > 1 ? tokens_of_split(p->tokens, splits) : d.step.max_seq_len;
@@ -455,16 +491,20 @@ static void decode_gpu(const problem *p, const planes *queries, const planes *ke
     d.step.seq_lens = (int32_t *)device(&p->tokens, sizeof p->tokens);
     LIB(snapmla_plan_bytes(&d.step, &d.step.plan_bytes));
     d.step.plan = device(NULL, d.step.plan_bytes);
-    d.cache.content = device(keys->content, slots * LATENT);
-    d.cache.scale = (float *)device(keys->scale, slots * sizeof(float));
-    d.cache.rope = device(keys->rope, slots * ROPE * 2);
+    d.cache.content = keys->content;
+    d.cache.scale = (float *)keys->scale;
+    d.cache.rope = keys->rope;
     d.cache.pages = pages_of(p->tokens);
     d.block_table_width = (int32_t)d.cache.pages;
-    d.block_table = (int32_t *)device(p->table, (size_t)d.cache.pages * sizeof(int32_t));
+    d.block_table = (int32_t *)keys->table;
     d.softmax_scale = p->softmax_scale;
-    d.q_content = device(queries->content, HEADS * LATENT);
-    d.q_scale = (float *)device(queries->scale, sizeof(float) * HEADS);
-    d.q_rope = device(queries->rope, HEADS * ROPE * 2);
+    if (queries) {
+        d.q_content = device(queries->content, HEADS * LATENT);
+        d.q_scale = (float *)device(queries->scale, sizeof(float) * HEADS);
+        d.q_rope = device(queries->rope, HEADS * ROPE * 2);
+    } else {
+        d.q = device(p->q, HEADS * DIM * 2);
+    }
     d.out = device(NULL, sizeof out);
     d.lse = (float *)device(NULL, sizeof lse);
     LIB(snapmla_decode_workspace(&d.step, &d.workspace_bytes));
@@ -475,9 +515,8 @@ static void decode_gpu(const problem *p, const planes *queries, const planes *ke
     CUDA(cudaMemcpy(out, d.out, sizeof out, cudaMemcpyDeviceToHost));
     CUDA(cudaMemcpy(lse, d.lse, sizeof lse, cudaMemcpyDeviceToHost));
     from_bf16(result, out, lse);
-    const void *memory[] = {d.step.seq_lens, d.step.plan, d.cache.content, d.cache.scale,
-                            d.cache.rope,    d.block_table, d.q_content,   d.q_scale,
-                            d.q_rope,        d.out,       d.lse,           d.workspace};
+    const void *memory[] = {d.step.seq_lens, d.step.plan, d.q,   d.q_content, d.q_scale,
+                            d.q_rope,        d.out,       d.lse, d.workspace};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         CUDA(cudaFree((void *)(uintptr_t)memory[i]));
 }
@@ -508,8 +547,20 @@ static int find_decoders(decoder *list, char *device_name, size_t size)
     return 0;
 }
 
-/* There is no decoder that would call it. */
-static void decode_gpu(const problem *p, const planes *queries, const planes *keys, int path,
+/* There is no decoder that would call these. */
+static device_keys to_device(const problem *p, const planes *keys)
+{
+    const device_keys none = {NULL, NULL, NULL, NULL};
+    (void)p, (void)keys;
+    return none;
+}
+
+static void free_device(const device_keys *k)
+{
+    (void)k;
+}
+
+static void decode_gpu(const problem *p, const planes *queries, const device_keys *keys, int path,
                        int splits, attention *result)
 {
     (void)p, (void)queries, (void)keys, (void)path, (void)splits, (void)result;
@@ -543,78 +594,136 @@ static void csv_row(const options *o, const char *against, const char *what, int
     fflush(o->csv);
 }
 
-/* All rows of one distribution and length; returns the number of those out of bounds. */
-static int report(const options *o, int kind, int32_t tokens)
+/* One number with its bias and error of lse. */
+static void print_error(error e)
+{
+    printf(" %8.1e %+8.0e %8.0e |", e.rms, e.bias, e.lse);
+}
+
+static int in_bounds(const decoder *by, int precise, error e)
+{
+    static const bounds rounded = {3.2e-2, 2e-2, 2e-3}, emulated = {3.2e-2, 2e-2, 1e-2};
+    static const bounds exact_sums = {3e-3, 2e-3, 1e-4}, hopper = {3e-3, 2e-2, 1e-3};
+    const bounds *most = precise ? &exact_sums : by->gpu ? &rounded : &emulated;
+    if (precise && strcmp(by->name, "sm90") == 0) most = &hopper;
+    return e.rms <= most->rms && (e.lse <= most->lse || e.lse_of_logit <= most->lse_of_logit);
+}
+
+enum { OWN, ONE_ACCUMULATOR, PRECISE, WAYS }; /* of emulating */
+
+/* What all rows of one distribution and length are made of. */
+typedef struct material {
+    int kind;
+    problem p;
+    planes queries, keys;
+    device_keys on_device;                     /* the keys, where decode runs on a GPU */
+    attention over_bf16, exact, exact_precise; /* in double */
+    error of_format[4];
+    attention emulation[2][WAYS]; /* of one split and of MANY */
+} material;
+
+static const int kSplits[3] = {1, MANY, 0}; /* 0: as the library likes it */
+
+static int too_short_for(int splits, int32_t tokens)
+{
+    return splits == MANY && tokens < MANY * 128;
+}
+
+/* Without the emulations that no row needs. */
+static void prepare(const options *o, int kind, int32_t tokens, int emulated, material *m)
 {
     static const format formats[4] = {{0, 0}, {1, 0}, {0, 1}, {1, 1}};
     static const char *const format_name[4] = {"format", "one scale", "fp8 rope", "both"};
-    const int emulated = tokens <= o->emulate_to || !o->decoder[0].gpu;
-    problem p = make_problem(kind, tokens);
-    attention over_bf16, exact, got, emulation[4];
-    planes queries = {0, NULL, NULL, NULL}, keys = queries;
-    error of_format[4];
-    int wrong = 0;
-
-    fp64(&p, NULL, NULL, &over_bf16);
+    const int on_gpu = o->decoder[0].gpu;
+    m->kind = kind;
+    m->p = make_problem(kind, tokens);
+    fp64(&m->p, NULL, NULL, &m->over_bf16);
     for (int i = 3; i >= 0; i--) { /* the library's own last, which stays */
-        queries = quantize(p.q, HEADS, formats[i]);
-        keys = quantize(p.key, tokens, formats[i]);
-        fp64(&p, &queries, &keys, &exact);
-        of_format[i] = compare(&exact, &over_bf16);
-        csv_row(o, "bf16", format_name[i], kind, tokens, 1, of_format[i]);
+        m->queries = quantize(m->p.q, HEADS, formats[i]);
+        m->keys = quantize(m->p.key, tokens, formats[i]);
+        fp64(&m->p, &m->queries, &m->keys, &m->exact);
+        m->of_format[i] = compare(&m->exact, &m->over_bf16);
+        csv_row(o, "bf16", format_name[i], kind, tokens, 1, m->of_format[i]);
         if (i > 0) {
-            free_planes(&queries);
-            free_planes(&keys);
+            free_planes(&m->queries);
+            free_planes(&m->keys);
         }
     }
+    fp64(&m->p, NULL, &m->keys, &m->exact_precise);
+    if (on_gpu) m->on_device = to_device(&m->p, &m->keys);
 
     /* In one split and in several, snapmla's way where there is no GPU, and in one accumulator. */
     PARALLEL("omp parallel for schedule(dynamic)")
-    for (int i = 0; i < 4; i++) {
-        const int single = i % 2, splits = i / 2 ? MANY : 1;
-        if (splits == MANY && tokens < MANY * 128) continue;
-        if (single ? emulated : !o->decoder[0].gpu)
-            emulate(&p, &queries, &keys, splits, single, &emulation[i]);
+    for (int i = 0; i < 2 * WAYS; i++) {
+        const int way = i % WAYS, splits = kSplits[i / WAYS];
+        if (too_short_for(splits, tokens)) continue;
+        if (way == ONE_ACCUMULATOR ? emulated : !on_gpu)
+            emulate(&m->p, way == PRECISE ? NULL : &m->queries, &m->keys, splits,
+                    way == ONE_ACCUMULATOR, &m->emulation[i / WAYS][way]);
     }
+}
 
+/* What one decoder makes of it in both modes, in kSplits[round]; 1 if within bounds. */
+static int report_row(const options *o, const material *m, const decoder *by, int round,
+                      const error *single)
+{
+    static const char *const name[2] = {"", "precise "};
+    const int splits = kSplits[round];
+    attention got;
+    error of_cache[2], all[2]; /* default and precise */
+    char count[16] = "auto", what[32];
+    int ok = 1;
+    for (int precise = 0; precise < 2; precise++) {
+        if (by->gpu)
+            decode_gpu(&m->p, precise ? NULL : &m->queries, &m->on_device, by->path, splits, &got);
+        else
+            got = m->emulation[round][precise ? PRECISE : OWN];
+        of_cache[precise] = compare(&got, precise ? &m->exact_precise : &m->exact);
+        all[precise] = compare(&got, &m->over_bf16);
+        ok = in_bounds(by, precise, of_cache[precise]) && ok;
+        snprintf(what, sizeof what, "%s%s", name[precise], by->name);
+        csv_row(o, precise ? "bf16 q" : "quantised", what, m->kind, m->p.tokens, splits,
+                of_cache[precise]);
+        csv_row(o, "bf16", what, m->kind, m->p.tokens, splits, all[precise]);
+    }
+    if (splits > 0) snprintf(count, sizeof count, "%d", splits);
+    printf("%-8s %7d %6s %-9s", kName[m->kind], (int)m->p.tokens, count, by->name);
+    print_error(of_cache[0]);
+    print_error(of_cache[1]);
+    cell(single != NULL, single ? single->rms : 0);
+    cell(single != NULL, single ? single->bias : 0);
+    printf(" |");
+    cell(1, all[0].rms);
+    for (int k = 0; k < 4; k++) cell(1, m->of_format[k].rms);
+    printf("%s\n", ok ? "" : "  OUT OF BOUNDS");
+    fflush(stdout);
+    return ok;
+}
+
+/* All rows of one distribution and length; returns the number of those out of bounds. */
+static int report(const options *o, int kind, int32_t tokens)
+{
+    static material m;
+    const int emulated = tokens <= o->emulate_to || !o->decoder[0].gpu;
+    int wrong = 0;
+    prepare(o, kind, tokens, emulated, &m);
     for (int round = 0; round < 3; round++) {
-        static const int splits_of[3] = {1, MANY, 0}; /* 0: as the library likes it */
-        const int splits = splits_of[round], have_single = emulated && splits > 0;
-        error single = {0, 0, 0, 0};
-        if (splits == MANY && tokens < MANY * 128) continue;
-        if (splits == 0 && !o->decoder[0].gpu) continue;
+        const int splits = kSplits[round], have_single = emulated && splits > 0;
+        error single;
+        if (too_short_for(splits, tokens) || (splits == 0 && !o->decoder[0].gpu)) continue;
         if (have_single) {
-            single = compare(&emulation[2 * round + 1], &exact);
+            single = compare(&m.emulation[round][ONE_ACCUMULATOR], &m.exact);
             csv_row(o, "quantised", "one accumulator", kind, tokens, splits, single);
         }
-        for (int i = 0; i < o->decoders; i++) {
-            const decoder *by = &o->decoder[i];
-            char count[16] = "auto";
-            if (by->gpu) decode_gpu(&p, &queries, &keys, by->path, splits, &got);
-            else got = emulation[2 * round];
-            const error e = compare(&got, &exact), all = compare(&got, &over_bf16);
-            csv_row(o, "quantised", by->name, kind, tokens, splits, e);
-            csv_row(o, "bf16", by->name, kind, tokens, splits, all);
-            if (splits > 0) snprintf(count, sizeof count, "%d", splits);
-            printf("%-8s %7d %6s %-9s", kName[kind], (int)tokens, count, by->name);
-            printf(" %8.1e %+8.0e %8.0e |", e.rms, e.bias, e.lse);
-            cell(have_single, single.rms);
-            cell(have_single, single.bias);
-            printf(" |");
-            cell(1, all.rms);
-            for (int k = 0; k < 4; k++) cell(1, of_format[k].rms);
-            const double of_logit = by->gpu ? kMaxLseOfLogit : kMaxLseOfLogitEmulated;
-            const int ok = e.rms <= kMaxError && (e.lse <= kMaxLse || e.lse_of_logit <= of_logit);
-            printf("%s\n", ok ? "" : "  OUT OF BOUNDS");
-            fflush(stdout);
-            wrong += !ok;
-        }
+        for (int i = 0; i < o->decoders; i++)
+            wrong += !report_row(o, &m, &o->decoder[i], round, have_single ? &single : NULL);
     }
-    free_planes(&queries);
-    free_planes(&keys);
-    free(p.q);
-    free(p.key);
-    free(p.table);
+    if (o->decoder[0].gpu) free_device(&m.on_device);
+    free_planes(&m.queries);
+    free_planes(&m.keys);
+    free(m.p.q);
+    free(m.p.key);
+    free(m.p.table);
     return wrong;
 }
 
@@ -664,9 +773,9 @@ int main(int argc, char **argv)
     make_normals();
     strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
     printf("# %s; %s\n", device_name, date);
-    printf("%-8s %7s %6s %-9s %8s %8s %8s | %8s %8s | %8s %8s %8s %8s %8s\n", "", "tokens",
-           "splits", "decode by", "decode", "bias", "lse", "one acc", "bias", "all", "format",
-           "1 scale", "rope8", "both");
+    printf("%-8s %7s %6s %-9s %8s %8s %8s | %8s %8s %8s | %8s %8s | %8s %8s %8s %8s %8s\n", "",
+           "tokens", "splits", "decode by", "decode", "bias", "lse", "precise", "bias", "lse",
+           "one acc", "bias", "all", "format", "1 scale", "rope8", "both");
     if (o.csv)
         fprintf(o.csv, "# %s; %s%s%s; relative rms of %d heads\n"
                        "against,what,distribution,tokens,splits,rms,bias,lse\n",

@@ -8,7 +8,8 @@
        ./bench --heads 16,64,128 --kv 4K,16K,128K --batch 32
 
    Presets, in lists as well; `all` is all of them.
-       headline     16 to 128 heads, 512 requests of 1K to 8 of 128K tokens: 0.5M to 1M in all
+       headline     16 to 128 heads, 512 requests of 1K to 8 of 128K tokens: 0.5M to 1M in all; then
+                    64 requests of 16K in the precise mode, unless --mode is given
        latency      one request and four; the plan for many batch sizes; what a launch costs
        mtp          several query tokens: M = 256 and 512 with 128 heads, s_q 2 to 8 with 16
        small        short requests, and batches that leave SMs idle
@@ -53,7 +54,8 @@
    counted double since it is BF16) would take, whichever is more, by the time of decode; `/BF16`:
    the time in which the read ceiling would deliver 1152 bytes a token, by the time of decode: any
    kernel over a BF16 cache is slower by this factor at least; `error`: relative rms against the
-   reference over sampled rows of a request, the worst of up to four requests.
+   reference over sampled rows of a request, the worst of up to four requests.  A precise row ends
+   with its time by that of the default mode, where the same shape was timed in that before.
 
    Expected output: three lines on the device and its ceilings, then a row a case.
    Exit code: 0 = all right, 1 = a wrong answer, a failed call or a row below a required target,
@@ -78,7 +80,7 @@ enum { BF16_BYTES = 2 * DIM };                /* 1152, what it costs in BF16 */
 enum { MAX_LIST = 16, MAX_SHAPES = 4096, MAX_TARGETS = 64, MAX_FIELDS = 40 };
 enum { B2B_CALLS = 200, SUSTAINED_CALLS = 600 };
 enum { CHECK_REQUESTS = 4, CHECK_ROWS = 16 }; /* sampled, and query rows of each, at most */
-enum { CHECK_TOKENS = 1 << 20 };              /* rows * tokens that a check costs, about 0.5 s */
+enum { CHECK_TOKENS = 1 << 19 };              /* rows * tokens that a check costs, 0.2 to 1 s */
 
 /* What design and tests allow at logit deviation 1 and values of mean 0: P is rounded to e4m3. */
 static const double kMaxError = 3.2e-2, kMaxLseError = 2e-3;
@@ -118,6 +120,7 @@ static const name_value kPresets[] = {
 typedef struct shape {
     int heads, s_q, batch, kv;
     preset from;
+    int precise; /* in that mode alone, whatever --mode says */
 } shape;
 
 /* Microseconds of kernels on an H800, as others measured them; README names the source. */
@@ -140,17 +143,26 @@ typedef struct target {
     int met, missed;
 } target;
 
+/* A time in the default mode, for the precise mode to be compared with. */
+typedef struct default_time {
+    shape size;
+    int page, path;
+    double us;
+} default_time;
+
 typedef struct options {
     int cases;
     shape shapes[MAX_SHAPES];
     int_list page, mode, path;
-    int split_tokens, causal, varlen, q_planes;
+    int split_tokens, causal, varlen, q_planes, mode_given;
     method how;
     double pool_gb;
     unsigned long long seed;
     const char *csv_name, *json_name, *note;
     FILE *table, *csv, *json;
     int records; /* written to csv and json so far */
+    int default_times;
+    default_time default_time[MAX_SHAPES];
     int targets;
     target target[MAX_TARGETS];
     char command[1024];
@@ -643,13 +655,15 @@ static double value_of(const record *r, const char *name)
     return NAN;
 }
 
-/* Holds a row to the targets for its shape, and says on the table where it falls short. */
-static void check_targets(options *o, const record *r)
+/* Holds a row to the targets for its shape, and says on the table where it falls short.  Rows of
+   the precise mode have one metric of their own, `default_ratio`, and no other. */
+static void check_targets(options *o, const record *r, int precise)
 {
     static const char *const names[4] = {"m", "kv", "batch", "tokens"};
     for (int i = 0; i < o->targets; i++) {
         target *t = &o->target[i];
-        int applies = 1;
+        int applies = precise == (strcmp(t->metric, "default_ratio") == 0);
+        if (precise && isnan(value_of(r, t->metric))) applies = 0; /* nothing to compare with */
         for (int k = 0; k < 4; k++) {
             const double x = value_of(r, names[k]);
             applies = applies && x >= t->from[k] && x <= t->to[k];
@@ -667,13 +681,35 @@ static void check_targets(options *o, const record *r)
     }
 }
 
+static void remember_default(options *o, const run *r, double us)
+{
+    if (r->d.step.mode != SNAPMLA_MODE_DEFAULT || r->size.from == PRESET_SUSTAINED) return;
+    if (o->default_times == MAX_SHAPES) return;
+    const default_time t = {r->size, r->page, r->d.step.path, us};
+    o->default_time[o->default_times++] = t;
+}
+
+/* 0: not measured. */
+static double default_us(const options *o, const run *r)
+{
+    for (int i = o->default_times - 1; i >= 0; i--) {
+        const default_time *t = &o->default_time[i];
+        if (t->size.heads == r->size.heads && t->size.s_q == r->size.s_q
+            && t->size.batch == r->size.batch && t->size.kv == r->size.kv && t->page == r->page
+            && t->path == r->d.step.path)
+            return t->us;
+    }
+    return 0;
+}
+
 /* What the ceilings and others' kernels say about a time. */
 typedef struct comparison {
     double tf, tb, floor_us, of_ceiling, of_bf16, h800_bf16, h800_snapmla;
+    double of_default; /* by the time of the default mode; 0 = none to compare with */
     char bound; /* m = memory, t = tensor cores */
 } comparison;
 
-static comparison compare(const run *r, double us, const ceilings *top)
+static comparison compare(const options *o, const run *r, double us, const ceilings *top)
 {
     const shape *s = &r->size;
     const double m = (double)s->s_q * s->heads, tokens = (double)r->tokens;
@@ -691,6 +727,8 @@ static comparison compare(const run *r, double us, const ceilings *top)
     for (size_t i = 0; i < sizeof kH800 / sizeof kH800[0] && s->from == PRESET_FLAGGEMS; i++)
         if (kH800[i].heads == s->heads && kH800[i].batch == s->batch && kH800[i].kv == s->kv)
             c.h800_bf16 = kH800[i].bf16, c.h800_snapmla = kH800[i].snapmla;
+    if (r->d.step.mode == SNAPMLA_MODE_PRECISE && default_us(o, r) > 0)
+        c.of_default = us / default_us(o, r);
     return c;
 }
 
@@ -709,28 +747,33 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
     LIB(snapmla_resolve(&r->d, &resolved));
     const char *path = name_of(kPaths, resolved.step.path), *mode = name_of(kModes, r->d.step.mode);
     const int m = s->s_q * s->heads;
-    const comparison c = compare(r, t->decode.median_us, top);
+    const comparison c = compare(o, r, t->decode.median_us, top);
+    const int precise = r->d.step.mode == SNAPMLA_MODE_PRECISE;
 
     if (o->table != NULL) {
         fprintf(o->table, "%5d %3d %5d %5d %7d %4d %-8s %-8s ", s->heads, s->s_q, m, s->batch,
                 s->kv, r->page, path, mode);
         if (a->ok) {
-            char b2b[16] = "-", h800[64] = "";
+            char b2b[16] = "-", h800[64] = "", by_default[32] = "";
             if (t->b2b_us > 0) snprintf(b2b, sizeof b2b, "%.1f", t->b2b_us);
             if (c.h800_bf16 > 0)
                 snprintf(h800, sizeof h800, "  H800: BF16 %.1f, SnapMLA %.1f us", c.h800_bf16,
                          c.h800_snapmla);
-            fprintf(o->table, "%9.1f %7s %6.1f %6.0f %6.3f %5.0f%% %c %5.2fx  %.1e%s%s\n",
+            if (c.of_default > 0)
+                snprintf(by_default, sizeof by_default, "  default x %.2f", c.of_default);
+            fprintf(o->table, "%9.1f %7s %6.1f %6.0f %6.3f %5.0f%% %c %5.2fx  %.1e%s%s%s\n",
                     t->decode.median_us, b2b, t->plan.median_us, c.tf, c.tb, 100 * c.of_ceiling,
-                    c.bound, c.of_bf16, a->rms, h800,
+                    c.bound, c.of_bf16, a->rms, by_default, h800,
                     t->decode.queued && t->plan.queued ? "" : "  (launches did not queue)");
         } else {
             fprintf(o->table,
                     "WRONG: rms %.2e (limit %.1e), lse %.2e (%.1e), %lld numbers not finite\n",
-                    a->rms, kMaxError, a->lse, kMaxLseError, a->not_finite);
+                    a->rms, precise ? kMaxPreciseError : kMaxError, a->lse,
+                    precise ? kMaxPreciseLseError : kMaxLseError, a->not_finite);
         }
     }
     if (a->ok) {
+        remember_default(o, r, t->decode.median_us);
         record row = {};
         put(&row, 1, "preset", "%s", name_of(kPresets, s->from));
         put(&row, 0, "heads", "%d", s->heads);
@@ -754,6 +797,7 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         put(&row, 1, "bound", "%s", c.bound == 't' ? "tensor" : "memory");
         put(&row, 0, "ceiling_share", "%.4f", c.of_ceiling);
         put(&row, 0, "bf16_ratio", "%.4f", c.of_bf16);
+        put_number(&row, "default_ratio", "%.4f", c.of_default);
         put(&row, 0, "read_gb_per_s", "%.1f", top->read * 1e-9);
         put(&row, 0, "copy_gb_per_s", "%.1f", top->copy * 1e-9);
         put_number(&row, "fp8_tflops", "%.1f", top->fp8 * 1e-12);
@@ -763,7 +807,8 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         put(&row, 0, "lse_error", "%.3e", a->lse);
         put(&row, 0, "rows_checked", "%d", a->rows);
         write_record(o, &row);
-        if (strcmp(t->how, "rested") == 0) check_targets(o, &row); /* they are for full clocks */
+        if (strcmp(t->how, "rested") == 0) /* they are for full clocks */
+            check_targets(o, &row, precise);
     }
     if (o->table != NULL) fflush(o->table);
 }
@@ -836,7 +881,7 @@ static int bench_case(options *o, const pool *p, const shape *s, int page, int m
 /* One block of tokens: what a launch costs.  1 when the answer was right. */
 static int block_row(const options *o, const pool *p, int heads, int max_seq_len)
 {
-    const shape s = {heads, 1, 1, 64, PRESET_LATENCY};
+    const shape s = {heads, 1, 1, 64, PRESET_LATENCY, 0};
     method row = o->how;
     run r = start_run(o, p, &s, 64, SNAPMLA_MODE_DEFAULT, o->path.v[0]);
     r.d.step.max_seq_len = max_seq_len; /* 0: not told to the library */
@@ -960,7 +1005,7 @@ static int_list one(int value)
 
 static void add_case(options *o, preset from, int heads, int s_q, int batch, int kv)
 {
-    const shape s = {heads, s_q, batch, kv, from};
+    const shape s = {heads, s_q, batch, kv, from, 0};
     if (kv < s_q) usage("--kv", "smaller than --s-q");
     if (o->cases == MAX_SHAPES) usage("grid", "too many cases");
     o->shapes[o->cases++] = s;
@@ -987,6 +1032,11 @@ static void add_preset(options *o, int which)
         for (int i = 0; i < 6; i++)
             for (int heads = 16; heads <= 128; heads *= 2)
                 add_case(o, p, heads, 1, long_batch[i], long_kv[i]);
+        for (int i = 0; i < 3 && !o->mode_given; i++) {
+            static const int heads[3] = {16, 32, 128};
+            add_case(o, p, heads[i], 1, 64, 16384);
+            o->shapes[o->cases - 1].precise = 1;
+        }
         break;
     case PRESET_LATENCY:
         for (int heads = 16; heads <= 128; heads = heads == 16 ? 64 : 2 * heads) {
@@ -1114,7 +1164,8 @@ static void parse(options *o, int argc, char **argv)
         else if (strcmp(flag, "--check") == 0) read_targets(o, value);
         else if (strcmp(flag, "--note") == 0) o->note = value;
         else if (strcmp(flag, "--page") == 0) o->page = parse_ints(flag, value, 1);
-        else if (strcmp(flag, "--mode") == 0) o->mode = parse_names(flag, value, kModes);
+        else if (strcmp(flag, "--mode") == 0)
+            o->mode = parse_names(flag, value, kModes), o->mode_given = 1;
         else if (strcmp(flag, "--path") == 0) o->path = parse_names(flag, value, kPaths);
         else if (strcmp(flag, "--split-tokens") == 0) o->split_tokens = parse_int(flag, value, 0);
         else if (strcmp(flag, "--causal") == 0) o->causal = parse_int(flag, value, 0);
@@ -1165,10 +1216,13 @@ int main(int argc, char **argv)
     ceilings rested = measure_ceilings(p.content, (size_t)p.tokens * LATENT, &o.how), tired = {};
     report_header(&o, &p, &rested);
 
-    int wrong = 0, fixed_cost = 0, done = 0;
-    const int all = o.cases * o.page.n * o.mode.n * o.path.n;
+    const int_list precise = one(SNAPMLA_MODE_PRECISE);
+    int wrong = 0, fixed_cost = 0, done = 0, all = 0;
+    for (int i = 0; i < o.cases; i++)
+        all += o.page.n * (o.shapes[i].precise ? 1 : o.mode.n) * o.path.n;
     for (int i = 0; i < o.cases; i++) {
         const shape *s = &o.shapes[i];
+        const int_list *modes = s->precise ? &precise : &o.mode;
         const ceilings *top = &rested;
         if (s->from == PRESET_SUSTAINED) { /* its ceilings are what the power limit leaves, too */
             if (!(tired.read > 0)) {
@@ -1180,10 +1234,10 @@ int main(int argc, char **argv)
             top = &tired;
         }
         for (int page = 0; page < o.page.n; page++)
-            for (int mode = 0; mode < o.mode.n; mode++)
+            for (int mode = 0; mode < modes->n; mode++)
                 for (int path = 0; path < o.path.n; path++) {
                     progress(++done, all, s);
-                    wrong += !bench_case(&o, &p, s, o.page.v[page], o.mode.v[mode], o.path.v[path],
+                    wrong += !bench_case(&o, &p, s, o.page.v[page], modes->v[mode], o.path.v[path],
                                          top);
                 }
         fixed_cost |= s->from == PRESET_LATENCY;

@@ -4,10 +4,10 @@
        ./chart speed examples/charts/speed.csv speed.svg
        ./chart error examples/charts/accuracy.csv error.svg [distribution]
 
-   speed: the rows of the headline preset, one line for each number of heads, and dashed, where the
-   file has both, the ceiling that binds it, measured in the same run.
-   error: relative rms against length on log axes, decode in one split beside one FP8 accumulator,
-   for one distribution (default: mean).
+   speed: the rows of the headline preset in the default mode, one line for each number of heads,
+   and dashed, where the file has both, the ceiling that binds it, measured in the same run.
+   error: relative rms against length on log axes, decode in one split and in both modes beside one
+   FP8 accumulator, for one distribution (default: mean).
 
    Expected output: none.  Exit code: 0, or 1 with a message. */
 #include "svg_chart.h"
@@ -123,6 +123,7 @@ static void draw_speed(svg_chart *c, const csv *t)
         for (int row = 0; row < t->rows; row++) {
             const double kv = number_of(t, row, "kv"), tf = number_of(t, row, "tflops");
             if (strcmp(text_of(t, row, "preset"), "headline") != 0) continue;
+            if (strcmp(text_of(t, row, "mode"), "default") != 0) continue;
             if (number_of(t, row, "heads") != heads[i] || number_of(t, row, "page") != 64) continue;
             add_point(c, speed, kv, tf);
             if (ceiling_tf(t, row) > 0) add_point(c, ceiling, kv, ceiling_tf(t, row));
@@ -142,11 +143,13 @@ static void draw_error(svg_chart *c, const csv *t, const char *distribution)
         {"quantised", "general", "general path, 1 split", 1, 2, 0},
         {"quantised", "sm90", "snapmla, 1 split", 1, 0, 0},
         {"quantised", "emulated", "snapmla, 1 split, emulated", 1, 0, 0},
+        {"bf16 q", "precise sm90", "precise mode, 1 split", 1, 6, 0},
+        {"bf16 q", "precise emulated", "precise, 1 split, emulated", 1, 6, 0},
         {"bf16", "both", "scale a tensor, RoPE FP8 *", 1, 4, 1},
         {"bf16", "format", "the cache format *", 1, 5, 1},
     };
     static char title[128];
-    int on_gpu = 0;
+    int before = 0; /* lines before the last one; an emulation stands in for the one above it */
     snprintf(title, sizeof title, "Relative error of the output, \"%s\" rows (* against BF16)",
              distribution);
     c->title = title;
@@ -157,7 +160,8 @@ static void draw_error(svg_chart *c, const csv *t, const char *distribution)
     c->y_max = 1;
     for (size_t i = 0; i < sizeof line / sizeof line[0]; i++) {
         svg_line *l = NULL;
-        if (strcmp(line[i].what, "emulated") == 0 && on_gpu) continue;
+        if (strstr(line[i].what, "emulated") != NULL && c->lines > before) continue;
+        before = c->lines;
         for (int row = 0; row < t->rows; row++) {
             if (strcmp(text_of(t, row, "against"), line[i].against) != 0) continue;
             if (strcmp(text_of(t, row, "what"), line[i].what) != 0) continue;
@@ -165,7 +169,6 @@ static void draw_error(svg_chart *c, const csv *t, const char *distribution)
             if (number_of(t, row, "splits") != line[i].splits) continue;
             if (l == NULL) l = svg_new_line(c, line[i].name, line[i].colour, line[i].dashed);
             add_point(c, l, number_of(t, row, "tokens"), number_of(t, row, "rms"));
-            on_gpu = on_gpu || strcmp(line[i].what, "sm90") == 0;
         }
     }
 }

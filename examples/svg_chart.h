@@ -17,7 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { SVG_LINES = 16, SVG_POINTS = 64, SVG_TICKS = 16, SVG_COLOURS = 6 };
+enum { SVG_LINES = 16, SVG_POINTS = 64, SVG_TICKS = 16, SVG_COLOURS = 7 };
 
 typedef struct svg_line {
     char name[64];
@@ -96,9 +96,11 @@ static void svg_text(FILE *f, double x, double y, const char *class_name, const 
 static void svg_head(FILE *f)
 {
     static const char *const light[SVG_COLOURS] = {"#0067a5", "#c44e00", "#00795a",
-                                                   "#8a3fa0", "#7a6a00", "#555555"};
+                                                   "#8a3fa0", "#7a6a00", "#555555",
+                                                   "#b3205f"};
     static const char *const dark[SVG_COLOURS] = {"#6bb8f0", "#ff9a4d", "#4fd1a5",
-                                                  "#d79bea", "#e0cf5a", "#b0b0b0"};
+                                                  "#d79bea", "#e0cf5a", "#b0b0b0",
+                                                  "#ff7bab"};
     fprintf(f,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" "
             "height=\"%d\" role=\"img\">\n<style>\n",

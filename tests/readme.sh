@@ -42,6 +42,9 @@ sed '/^<!-- end accuracy -->/d' README.md >"$tmp/README.md"
 bad 'a table without end' tables "$tmp/README.md"
 good 'another error in accuracy.csv' seeded_charts accuracy.csv '/,mean,1024,1,/s/,[0-9.]*e/,9.99e/'
 bad 'an error that README does not show' tables README.md "$tmp/charts"
+good 'another error of the precise mode' seeded_charts accuracy.csv \
+    '/^bf16 q,precise [a-z0-9]*,mean,1024,1,/s/,[0-9.]*e/,9.99e/'
+bad 'an error of the precise mode that README does not show' tables README.md "$tmp/charts"
 good 'another time in speed.csv' seeded_charts speed.csv \
     '/^headline,128,1,128,64,16384/s/rested,[0-9.]*/rested,999/'
 bad 'a time that README does not show' tables README.md "$tmp/charts"
@@ -70,6 +73,19 @@ else
 fi
 dark_mode() { grep -q 'prefers-color-scheme:dark' $charts/speed.svg $charts/error.svg; }
 good 'charts have colours for dark mode' dark_mode
+
+precise_row() { # CSV: to which a row of the precise mode is added
+    cp $charts/speed.csv "$1"
+    awk -F, 'BEGIN { OFS = FS } /^preset,/ { for (i = 1; i <= NF; i++) at[$i] = i }
+        /^headline,128,1,128,64,16384,/ {
+            $at["mode"] = "precise"; $at["tflops"] = 999; $at["default_ratio"] = 1.5; print }' \
+        $charts/speed.csv >>"$1"
+    ! cmp -s $charts/speed.csv "$1"
+}
+good 'a row of the precise mode' precise_row "$tmp/precise.csv"
+rm -rf "$tmp/charts" && cp -r $charts "$tmp/charts" && cp "$tmp/precise.csv" "$tmp/charts/speed.csv"
+bad 'a time of the precise mode that README does not show' tables README.md "$tmp/charts"
+good 'speed.svg without the precise mode' chart_is_current speed "$tmp/precise.csv" $charts/speed.svg
 
 # Targets: a level, ranges, one metric that bench writes, a number to hold it to.
 targets_make_sense() { # TARGETS

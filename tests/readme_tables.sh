@@ -29,15 +29,21 @@ awk_common='
     { split("", at); for (i = 1; i <= NF; i++) at[name[i]] = $i }
     peers && file == 1 { fp8[shape()] = at["fp8_us"]; bf16[shape()] = at["bf16_us"]; next }'
 
-# Rows of speed.csv that the tables look at: full clocks, pages of 64, as the library chooses.
+# Rows of speed.csv that the tables look at: full clocks, pages of 64, as the library chooses, in the
+# default mode.
 awk_rested='
-    at["clocks"] == "rested" && at["page"] == 64 && at["split_tokens"] == 0 && at["path"] == "sm90" {
+    at["clocks"] == "rested" && at["page"] == 64 && at["split_tokens"] == 0 && at["path"] == "sm90" &&
+    at["mode"] == "default" {
         rested = 1
     }'
 
 table_speed() {
     awk -v peers=1 "$awk_common"'
         { rested = 0 }'"$awk_rested"'
+        at["preset"] == "headline" && at["mode"] == "precise" && at["clocks"] == "rested" &&
+        at["batch"] == 64 && at["kv"] == 16384 && at["default_ratio"] != "" {
+            cost = cost sprintf("%s%d: %.2f", cost == "" ? "" : ", ", at["heads"], at["default_ratio"])
+        }
         !rested { if (at["clocks"] == "sustained")
                       slow = slow sprintf("%s%d%s: %.0f", slow == "" ? "" : ", ", at["heads"],
                                           at["s_q"] > 1 ? " x " at["s_q"] : "", at["tflops"])
@@ -65,6 +71,10 @@ table_speed() {
             for (i = 1; i <= lines; i++) print line[i]
             print ""
             for (i = 1; i <= notes; i++) print note[i] (i < notes ? ";" : ".")
+            if (cost != "") {
+                print "The precise mode, 64 requests of 16K tokens, its time by that of the default mode, by"
+                print "heads: " cost "."
+            }
             if (plans) printf "The plan: %.1f to %.1f µs.\n", least, most
             if (slow != "")
                 print "Back to back without rest, 64 requests of 16K tokens, TF by heads: " slow "."
@@ -110,30 +120,35 @@ table_h800() {
         }' "$charts/speed.csv" "$charts/peers_h800.csv"
 }
 
-# decode against fp64 over the same quantised tensors, one split
+# decode in one split against fp64 over the same quantised tensors; of the precise mode, against fp64 over
+# BF16 queries and quantised keys, the worst of all lengths.  Lengths that nothing has are left out.
 table_accuracy() {
     awk -v peers=0 "$awk_common"'
-        at["against"] != "quantised" || at["splits"] != 1 { next }
-        at["what"] !~ /^(sm90|general|emulated)$/ { next }
-        {
+        at["splits"] != 1 { next }
+        at["against"] == "bf16 q" && sub(/^precise /, "", at["what"]) {
+            key = at["distribution"] " | " at["what"]
+            if (!(key in worst) || at["rms"] + 0 > worst[key]) worst[key] = at["rms"] + 0
+        }
+        at["against"] == "quantised" && at["what"] ~ /^(sm90|general|emulated)$/ {
             key = at["distribution"] " | " at["what"]
             if (!(key in seen)) { seen[key] = 1; order[++keys] = key }
             rms[key, at["tokens"]] = at["rms"]
+            measured[at["tokens"]] = 1
         }
         END {
-            n = split("1 64 1024 16384 65536 131072 1048576", lengths, " ")
+            all = split("1 64 1024 16384 65536 131072 1048576", candidate, " ")
+            for (i = 1; i <= all; i++) if (candidate[i] in measured) lengths[++n] = candidate[i]
             printf "| rows | decode by |"
             for (i = 1; i <= n; i++) printf " %s |", length_text(lengths[i] + 0)
-            printf "\n|---|---|"
+            printf " precise, the worst |\n|---|---|---|"
             for (i = 1; i <= n; i++) printf "---|"
             print ""
             for (k = 1; k <= keys; k++) {
-                printf "| %s |", order[k]
-                for (i = 1; i <= n; i++) {
-                    known = (order[k], lengths[i]) in rms
-                    printf " %s |", known ? sprintf("%.1e", rms[order[k], lengths[i]]) : ""
-                }
-                print ""
+                key = order[k]
+                printf "| %s |", key
+                for (i = 1; i <= n; i++)
+                    printf " %s |", (key, lengths[i]) in rms ? sprintf("%.1e", rms[key, lengths[i]]) : ""
+                printf " %s |\n", key in worst ? sprintf("%.1e", worst[key]) : ""
             }
             print ""
             for (i = 1; i <= notes; i++) print note[i] (i < notes ? ";" : ".")
