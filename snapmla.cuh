@@ -6192,6 +6192,7 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc)
 #undef SMLA_ACC8
 #undef SMLA_ACC16
 #undef SMLA_ACC32
+#undef SMLA_WGMMA_FORMS
 #undef SMLA_D8
 #undef SMLA_D16
 #undef SMLA_D32
