@@ -149,8 +149,8 @@
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
                but do not give the same bits.
 
-   LIMITS      latent 512 and rope 64 only;
-               batch * s_q * heads up to 2^30.
+   LIMITS      latent 512 and rope 64 only; batch * s_q * heads up to 2^30.  On the Hopper path logits up
+               to about 1e8: beyond, f32 misses a block's scale by many binades, and rows become 0.
 
    HISTORY     0.1.0   first version
 

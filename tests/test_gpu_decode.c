@@ -1242,7 +1242,7 @@ static void test_absurd_logits(void **state)
 {
     (void)state;
     gpu_need();
-    for (int power = 7; power <= 12; power++) {
+    for (int power = 7; power <= (gpu_path == SNAPMLA_PATH_GENERAL ? 12 : 8); power++) {
         spec s = basic(8730 + (uint64_t)power, 3, 1, 17, 2000);
         s.q_std = pow(10.0, power);
         s.key_std = 0.37; /* k_s near 2^-8.5, which becomes 2^-16 beside 2^27 */
