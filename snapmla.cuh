@@ -124,12 +124,13 @@
        two for q_s, and its rope stays the bf16 that it is.  On the general path its latent becomes f16,
        which changes nothing above 2^-25 of its largest, and p8 the f16 of f / S', 11 bits down to 2^-22
        of the block's largest.  On the Hopper path both become sums of two e4m3, the second of what the
-       first leaves: exact for q above 2^-17 of its largest, 8 bits of P down to 2^-10 of 448; S' is not
+       first leaves: q to 2^-17 of its largest, 8 bits of P down to 2^-10 of its unit; S' is not
        rounded, lq is l, and QK takes eight accumulators of 64 dims.  A block of one dominant token still
        returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
-       give the bits of s_q calls with one.
+       give the bits of s_q calls with one; but not yet where a causal call holds tokens whose own calls
+       would have one split less (merging then groups more than 8 splits otherwise), nor a NaN's bits.
        Measured errors: README.md and tests/.  The reference is snapmla_ref.h.
 
    HOW IT WORKS
@@ -3695,7 +3696,8 @@ SMLA_DEV smla_row smla_hopper_raw_q(const smla_decode_params &p, int64_t request
 }
 
 /* The precise mode's Q: the scale is a power of two that leaves 2^7 to 2^8 for the largest latent dim, and
-   a bf16 of 8 bits is the sum of two e4m3 of 4 bits, exactly down to 2^-17 of the largest. */
+   a bf16 of 8 bits is the sum of two e4m3 of 4 bits: exactly down to 2^-9 of the largest, and below that
+   to 2^-17 of the largest. */
 SMLA_DEV void smla_hopper_two_of_row(const smla_row &row, smla_quantised_row *hi, smla_quantised_row *lo)
 {
     const uint32_t amax = smla_amax_bits(row);
