@@ -87,9 +87,9 @@
        waits for that end before it reads or writes.  append reads a position for skipped tokens, too.
 
    OPTIONS
-       the same in every file      SNAPMLA_STATIC   the API is static: everything in the one .cu file
-                                   SNAPMLA_API      your own linkage, e.g. a visibility attribute
+       the same in every file      SNAPMLA_API      your own linkage, e.g. a visibility attribute
        implementation file only    SNAPMLA_IMPLEMENTATION
+                                   SNAPMLA_STATIC   the API is static: for that one .cu file alone
 
    ERRORS      Every function that can fail returns a snapmla_result; SNAPMLA_RESULT_LIST has all
                codes and texts.  What the host can see is checked, argument by argument, before
@@ -142,9 +142,10 @@
            >>general    cache --cp.async--> two stages --e4m3 to f16--> mma.sync scores
                         --> base-2 softmax, P to e4m3 (precise: f16) --> mma.sync values --> f32 sums
            >>hopper     load warp --TMA--> four stages --> softmax warpgroup: wgmma scores, P to e4m3
-                        --> two values warpgroups: V turned in registers, wgmma, f32 sums
-       combine          merges the splits of cut requests in ascending order; on the Hopper path it
-                        starts while decode ends
+                        --> two values warpgroups: V turned in registers, wgmma, f32 sums; with few
+                        rows two warpgroups share softmax, scores and weights
+       combine          merges the splits of cut requests, always in the same order; on the Hopper path
+                        it starts while decode ends
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
@@ -617,9 +618,8 @@ SNAPMLA_API snapmla_result snapmla_merge(const snapmla_merge_desc *desc);
 
 SMLA_CONST int smla_kLatent = 512; /* latent dims: K content and V */
 SMLA_CONST int smla_kRope = 64; /* rope dims, K only */
-/* tokens that share one P scale and one partial accumulator */
 SMLA_CONST int smla_kLongest = INT_MAX - 1024; /* tokens: the next blocks' still fit an int */
-SMLA_CONST int smla_kBlock = 64;
+SMLA_CONST int smla_kBlock = 64; /* tokens that share one P scale and one partial accumulator */
 SMLA_CONST int smla_kAlign = 16; /* bytes: the unit of all loads */
 /* "up to the request's length, whatever it is by then" */
 SMLA_CONST int smla_kToEnd = INT_MAX;
@@ -4173,8 +4173,8 @@ SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_para
         factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
-/* Scores of a block in four accumulators, as in smla_hopper_block_scores and added in its order, times
-   k_s. */
+/* Scores of a block in four accumulators, as in smla_hopper_block_scores; they are under way on return,
+   and smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
 template <int kRegs>
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])
 {
@@ -4918,8 +4918,6 @@ SMLA_DEV smla_split_list smla_combine_list(const smla_combine_smem &sm, const sm
     if (lo > 0) *task -= sm.task_end[lo - 1];
     return smla_find_splits(p, lo);
 }
-
-SMLA_DEV bool smla_no_keys(float4 stat) { return stat.x == smla_neg_inf() && stat.y == 0.0f; }
 
 /* A row of the output, and where a lane finds its dims in the partial sums of split i of a list. */
 struct smla_combine_row {

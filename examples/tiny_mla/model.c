@@ -104,7 +104,8 @@ static void config_fixed(config_reader *c, json object, const char *field, const
 static int config_load(model *m, const char *path, char *error)
 {
     config_reader c = {path, {NULL, NULL}, error, 0};
-    json rope;
+    json rope, v;
+    double theta = 0;
     size_t size;
     char *text = read_file(path, &size, error);
     if (!text) return -1;
@@ -133,8 +134,20 @@ static int config_load(model *m, const char *path, char *error)
     config_fixed(&c, c.root, "attention_bias", "false", 1);
     config_fixed(&c, c.root, "rope_interleave", "true", 1);
     config_fixed(&c, c.root, "rope_scaling", "null", 1);
-    if (json_find(c.root, "rope_parameters", &rope) && !json_is(rope, "null"))
-        config_fixed(&c, rope, "rope_type", "\"default\"", 1);
+    config_fixed(&c, c.root, "torch_dtype", "\"bfloat16\"", 1);
+    if (json_find(c.root, "num_key_value_heads", &v))
+        config_whole(&c, "num_key_value_heads", m->heads, m->heads, 1);
+    if (json_find(c.root, "qk_head_dim", &v))
+        config_whole(&c, "qk_head_dim", m->nope + ROPE, m->nope + ROPE, 1);
+    if (json_find(c.root, "rope_parameters", &rope) && !json_is(rope, "null")) {
+        if (*rope.at != '{') {
+            config_fail(&c, "rope_parameters", "must be an object");
+        } else {
+            config_fixed(&c, rope, "rope_type", "\"default\"", 1);
+            if (json_find(rope, "rope_theta", &v) && (json_number(v, &theta) || theta != m->rope_theta))
+                config_fail(&c, "rope_parameters", "its rope_theta must be the other rope_theta");
+        }
+    }
     free(text);
     return c.failed ? -1 : 0;
 }
