@@ -144,8 +144,9 @@
            >>hopper     load warp --TMA--> four stages --> softmax warpgroup: wgmma scores, P to e4m3
                         --> two values warpgroups: V turned in registers, wgmma, f32 sums; with few
                         rows two warpgroups share softmax, scores and weights
-       combine          merges the splits of cut requests, always in the same order; on the Hopper path
-                        it starts while decode ends
+       combine          merges the splits of cut requests, always in the same order
+       On the Hopper path decode and combine start while the kernel before them in the stream ends, and
+       wait for that end before they read what it wrote.
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
