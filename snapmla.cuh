@@ -129,8 +129,7 @@
        returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
-       give the bits of s_q calls with one; but not yet where a causal call holds tokens whose own calls
-       would have one split less (merging then groups more than 8 splits otherwise), nor a NaN's bits.
+       give the bits of s_q calls with one.
        Measured errors: README.md and tests/.  The reference is snapmla_ref.h.
 
    HOW IT WORKS
@@ -4806,20 +4805,26 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
 /* ================================================================================================
    >>combine    merges the splits of rows
 
-   Where there are few splits, a warp merges 128 dims of a row and a CTA of 8 warps takes 8 such slices;
-   where there are more, 4, 8 or 16 half warps merge 64 dims of a row, a run of the splits each, and the
-   runs are added in ascending order: a CTA of 16 half warps takes 4, 2 or 1 slices of a row.  Which it
-   is depends on the number of splits alone, and so do the bits.  That is a task; CTAs stride over all
-   tasks, so that a few launched CTAs suffice whatever the plan has cut.
+   A list of splits is cut into runs of 8, whatever its length.  The splits of a run are added in ascending
+   order, then the runs' sums; 32 runs make a round, and a later round's run i goes on with the sum of
+   run i.  All sums begin at -0, which changes no bit of what is added to it.  So splits without keys for
+   a row, and runs and rounds of nothing else, leave no trace: a row's bits depend on the splits in which
+   it sees keys, not on how many more there are for other query tokens of the call.
+
+   Where there is one run, a warp merges 128 dims of a row and a CTA of 8 warps takes 8 such slices; where
+   there are more, 4, 8 or 16 half warps merge 64 dims of a row, each up to two runs of a round: a CTA of
+   16 half warps takes 4, 2 or 1 slices of a row.  That is a task; CTAs stride over all tasks, so that a
+   few launched CTAs suffice whatever the plan has cut.
    ============================================================================================== */
 SMLA_CONST int smla_kCombineThreads = 256;
 SMLA_CONST int smla_kCombineWarps = smla_kCombineThreads / 32;
-SMLA_CONST int smla_kInFlight = 8; /* splits whose sums a lane loads at once */
-SMLA_CONST int smla_kFewSplits = smla_kInFlight;
+SMLA_CONST int smla_kRunSplits = 8; /* a lane loads their sums at once */
+SMLA_CONST int smla_kFewSplits = smla_kRunSplits;
 SMLA_CONST int smla_kFewSlices = smla_kLatent / 128; /* of a row: 4 dims a lane */
 SMLA_CONST int smla_kManySlices = smla_kLatent / 64;
 SMLA_CONST int smla_kHalfWarps = smla_kCombineThreads / 16;
 SMLA_CONST int smla_kSplitsAtOnce = smla_kCombineThreads; /* more go in several rounds */
+SMLA_CONST int smla_kRunsAtOnce = smla_kSplitsAtOnce / smla_kRunSplits;
 
 /* Where the splits of item `item` lie: slot_of(i), i < count. */
 struct smla_split_list {
@@ -4848,21 +4853,22 @@ SMLA_HD int64_t smla_slot_of(const smla_split_list &list, int32_t i)
     return 2 * (int64_t)(list.part + i) + (i == 0);
 }
 
-/* log2 of the number of runs into which more than smla_kFewSplits splits are cut */
-SMLA_HD int smla_combine_log_runs(int32_t count) { return count <= 32 ? 2 : count <= 96 ? 3 : 4; }
+/* log2 of the number of half warps for a slice of more than smla_kFewSplits splits; half warp h takes
+   runs h and h + that number of a round */
+SMLA_HD int smla_combine_log_halves(int32_t count) { return count <= 32 ? 2 : count <= 96 ? 3 : 4; }
 
 SMLA_HD int32_t smla_combine_tasks(int32_t count, int32_t rows)
 {
     if (count < 2) return 0;
     if (count > smla_kFewSplits)
-        return rows * (smla_kManySlices << smla_combine_log_runs(count)) / smla_kHalfWarps;
+        return rows * (smla_kManySlices << smla_combine_log_halves(count)) / smla_kHalfWarps;
     return (rows * smla_kFewSlices + smla_kCombineWarps - 1) / smla_kCombineWarps;
 }
 
-/* Run `run` of splits [0, count): from this one up to that of the next run. */
-SMLA_HD int32_t smla_combine_run(int32_t count, int32_t run, int log_runs)
+/* How many runs a round of `count` splits has. */
+SMLA_HD int32_t smla_combine_runs(int32_t count)
 {
-    return count * run >> log_runs;
+    return (smla_min(count, (int32_t)smla_kSplitsAtOnce) + smla_kRunSplits - 1) / smla_kRunSplits;
 }
 
 struct smla_combine_smem {
@@ -4870,7 +4876,7 @@ struct smla_combine_smem {
     int32_t warp_tasks[smla_kCombineWarps];
     float top[smla_kCombineWarps];
     float weight[smla_kSplitsAtOnce];
-    float4 acc[smla_kHalfWarps][16];
+    float4 acc[smla_kRunsAtOnce][16]; /* [run, slice]: fewer slices where there are more runs */
     float2 sums[smla_kCombineWarps]; /* l, lq */
 };
 
@@ -4920,41 +4926,50 @@ SMLA_DEV smla_split_list smla_combine_list(const smla_combine_smem &sm, const sm
     return smla_find_splits(p, lo);
 }
 
-/* A row of the output, and where a lane finds its dims in the partial sums of split i of a list. */
+/* A row of the output and the rows of partial results for it: `first` of split 0 of a list, and
+   next + i * step of split i > 0. */
 struct smla_combine_row {
-    const float4 *acc; /* + i * acc_stride */
-    const float4 *stat;
-    int64_t acc_stride, stat_stride; /* of a slot */
-    int64_t request, row;
+    int64_t first, next;
+    int32_t step;
+    int32_t request, row;
     bool live;
 };
 
 SMLA_DEV smla_combine_row smla_combine_locate(const smla_decode_params &p, const smla_split_list &list,
-                                              int32_t r, int32_t dim, int32_t rows)
+                                              int32_t r, int32_t rows)
 {
-    const int64_t slot_rows = (int64_t)p.group * p.tile_rows;
+    const int32_t slot_rows = p.group * p.tile_rows;
     const int64_t request = smla_request_of(p.policy, list.item);
     const int64_t tile_group = list.item - request * p.policy.groups;
-    const int64_t row = tile_group * slot_rows + r;
-    return {reinterpret_cast<const float4 *>(p.partial_acc + r * smla_kLatent + dim),
-            p.partial_stat + r, slot_rows * (smla_kLatent / 4), slot_rows, request, row,
-            r < rows && row < p.rows};
+    const int64_t row = tile_group * slot_rows + r, slot = smla_slot_of(list, 1);
+    const int64_t step = smla_slot_of(list, 2) - slot;
+    return {smla_slot_of(list, 0) * slot_rows + r, (slot - step) * slot_rows + r,
+            (int32_t)step * slot_rows, (int32_t)request, (int32_t)row, r < rows && row < p.rows};
 }
 
-/* Sums of splits [from, from + smla_kInFlight), those below `to`. */
-SMLA_DEV void smla_combine_load(const smla_combine_row &row, const smla_split_list &list, int32_t from,
-                                int32_t to, float4 (&v)[smla_kInFlight])
+SMLA_DEV int64_t smla_combine_at(const smla_combine_row &row, int32_t i)
 {
+    return i == 0 ? row.first : row.next + (int64_t)i * row.step;
+}
+
+/* Sums of the run that begins with split `from`, of those below `to`, at dims [dim, dim + 4). */
+SMLA_DEV void smla_combine_load(const smla_decode_params &p, const smla_combine_row &row, int32_t dim,
+                                int32_t from, int32_t to, float4 (&v)[smla_kRunSplits])
+{
+    const float *acc = p.partial_acc + dim;
     SMLA_UNROLL
-    for (int k = 0; k < smla_kInFlight; ++k)
-        if (from + k < to) v[k] = __ldcg(row.acc + smla_slot_of(list, from + k) * row.acc_stride);
+    for (int k = 0; k < smla_kRunSplits; ++k) {
+        const int64_t at =
+            k == 0 ? smla_combine_at(row, from) : row.next + (int64_t)(from + k) * row.step;
+        if (from + k < to) v[k] = __ldcg(reinterpret_cast<const float4 *>(acc + at * smla_kLatent));
+    }
 }
 
 /* m, l, lq of split i; without keys if it is not below `to`. */
-SMLA_DEV float4 smla_combine_stat(const smla_combine_row &row, const smla_split_list &list, int32_t i,
+SMLA_DEV float4 smla_combine_stat(const smla_decode_params &p, const smla_combine_row &row, int32_t i,
                                   int32_t to)
 {
-    return i < to ? __ldcg(row.stat + smla_slot_of(list, i) * row.stat_stride)
+    return i < to ? __ldcg(p.partial_stat + smla_combine_at(row, i))
                   : make_float4(smla_neg_inf(), 0.0f, 0.0f, 0.0f);
 }
 
@@ -4965,42 +4980,44 @@ SMLA_DEV float smla_combine_weight(float4 stat, float top)
     return smla_ex2(stat.x - (top == smla_neg_inf() ? 0.0f : top));
 }
 
+/* Where sums begin: x + -0 is x for every x, -0 too, as it is not for +0. */
+SMLA_DEV float4 smla_combine_nothing(void) { return make_float4(-0.0f, -0.0f, -0.0f, -0.0f); }
+
 SMLA_DEV void smla_combine_add(float4 *acc, float4 v, float w)
 {
     if (w < 0.0f) return; /* a NaN goes on */
-    acc->x += v.x * w;
-    acc->y += v.y * w;
-    acc->z += v.z * w;
-    acc->w += v.w * w;
+    *acc = make_float4(smla_fma_rn(v.x, w, acc->x), smla_fma_rn(v.y, w, acc->y),
+                       smla_fma_rn(v.z, w, acc->z), smla_fma_rn(v.w, w, acc->w));
 }
 
 SMLA_DEV void smla_combine_store(const smla_decode_params &p, const smla_combine_row &row, int32_t dim,
-                                 const float4 &acc, const smla_row_stat &stat)
+                                 float4 acc, const smla_row_stat &stat)
 {
-    uint16_t *out = smla_out_row(p, row.request, (int32_t)row.row);
+    if (stat.l == 0.0f) acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f); /* no keys: 0, not -0 */
+    uint16_t *out = smla_out_row(p, row.request, row.row);
     *reinterpret_cast<uint2 *>(out + dim) = smla_bf16x4(acc, smla_out_factor(stat));
-    if (dim == 0) smla_store_lse(p, row.request, (int32_t)row.row, stat);
+    if (dim == 0) smla_store_lse(p, row.request, row.row, stat);
 }
 
-/* A warp: up to smla_kFewSplits splits of slice `unit`. */
+/* A warp: one run, slice `unit`. */
 SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_list &list, int32_t unit,
                                int32_t rows)
 {
     const int lane = threadIdx.x & 31;
     const int32_t dim = unit % smla_kFewSlices * 128 + 4 * lane;
-    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kFewSlices, dim, rows);
+    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kFewSlices, rows);
     if (!row.live) return;
-    float4 v[smla_kInFlight];
-    smla_combine_load(row, list, 0, list.count, v);
-    const float4 stat = smla_combine_stat(row, list, lane, list.count);
+    float4 v[smla_kRunSplits];
+    smla_combine_load(p, row, dim, 0, list.count, v);
+    const float4 stat = smla_combine_stat(p, row, lane, list.count);
     float m = stat.x;
     SMLA_UNROLL
     for (int d = 16; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
     const float weight = smla_combine_weight(stat, m);
     float l = weight < 0.0f ? 0.0f : stat.y * weight, lq = weight < 0.0f ? 0.0f : stat.z * weight;
-    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 acc = smla_combine_nothing();
     SMLA_UNROLL
-    for (int k = 0; k < smla_kInFlight; ++k) {
+    for (int k = 0; k < smla_kRunSplits; ++k) {
         const float w = __shfl_sync(~0u, weight, k);
         if (k < list.count) smla_combine_add(&acc, v[k], w);
     }
@@ -5016,25 +5033,26 @@ SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_lis
 SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params &p,
                                 const smla_split_list &list, int32_t task, int32_t rows)
 {
-    const int t = threadIdx.x, lane = t & 31, warp = t >> 5, log_runs = smla_combine_log_runs(list.count);
-    const int run = t >> 4 & ((1 << log_runs) - 1);
-    const int32_t unit = (task * smla_kHalfWarps >> log_runs) + (t >> (4 + log_runs));
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    const int log_halves = smla_combine_log_halves(list.count), halves = 1 << log_halves;
+    const int half = t >> 4 & (halves - 1);
+    const int32_t unit = (task * smla_kHalfWarps >> log_halves) + (t >> (4 + log_halves));
     const int32_t dim = unit % smla_kManySlices * 64 + 4 * (t & 15);
-    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kManySlices, dim, rows);
+    const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kManySlices, rows);
     if (!row.live) return; /* all threads alike */
-    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int32_t runs = smla_combine_runs(list.count);
+    float4 *sums = &sm.acc[t >> (4 + log_halves)][t & 15]; /* those of the other runs lie `next` apart */
+    const int next = 16 * smla_kHalfWarps >> log_halves;
     float m = smla_neg_inf(), l = 0.0f, lq = 0.0f; /* of the splits that this thread has weighed */
     for (int32_t first = 0; first < list.count; first += smla_kSplitsAtOnce) {
-        const int32_t count = smla_min(list.count - first, (int32_t)smla_kSplitsAtOnce);
-        const int32_t from = first + smla_combine_run(count, run, log_runs);
-        const int32_t to = first + smla_combine_run(count, run + 1, log_runs);
-        float4 v[smla_kInFlight];
-        smla_combine_load(row, list, from, to, v);
-        const float4 stat = smla_combine_stat(row, list, first + t, first + count);
+        const int32_t end = smla_min(first + smla_kSplitsAtOnce, list.count);
+        float4 v[smla_kRunSplits];
+        smla_combine_load(p, row, dim, first + half * smla_kRunSplits, end, v);
+        const float4 stat = smla_combine_stat(p, row, first + t, end);
         float top = stat.x;
         SMLA_UNROLL
         for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-        __syncthreads(); /* the round before is done with shared memory */
+        /* All have read the tops of the round or task before, since they have met behind that. */
         if (lane == 0) sm.top[warp] = top;
         __syncthreads();
         top = m;
@@ -5044,14 +5062,17 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
         m = top;
         l = l * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);
         lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);
-        acc = make_float4(acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha);
         sm.weight[t] = weight;
         __syncthreads();
-        for (int32_t i = from; i < to; i += smla_kInFlight) {
-            if (i > from) smla_combine_load(row, list, i, to, v);
+        for (int32_t run = half; run < runs; run += halves) {
+            const int32_t from = first + run * smla_kRunSplits;
+            if (run != half) smla_combine_load(p, row, dim, from, end, v);
+            float4 acc = first > 0 ? sums[run * next] : smla_combine_nothing();
+            acc = make_float4(acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha);
             SMLA_UNROLL
-            for (int k = 0; k < smla_kInFlight; ++k)
-                if (i + k < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);
+            for (int k = 0; k < smla_kRunSplits; ++k)
+                if (from + k < end) smla_combine_add(&acc, v[k], sm.weight[from + k - first]);
+            sums[run * next] = acc;
         }
     }
     SMLA_UNROLL
@@ -5059,11 +5080,12 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
         l += __shfl_xor_sync(~0u, l, d);
         lq += __shfl_xor_sync(~0u, lq, d);
     }
-    sm.acc[t >> 4][t & 15] = acc;
     if (lane == 0) sm.sums[warp] = make_float2(l, lq);
     __syncthreads();
-    if (run != 0) return;
-    for (int i = 1; i < 1 << log_runs; ++i) smla_combine_add(&acc, sm.acc[(t >> 4) + i][t & 15], 1.0f);
+    if (half != 0) return;
+    float4 acc = smla_combine_nothing();
+    for (int32_t run = 0; run < runs; ++run)
+        smla_combine_add(&acc, sums[run * next], 1.0f);
     smla_row_stat all = {m, 0.0f, 0.0f};
     SMLA_UNROLL
     for (int w = 0; w < smla_kCombineWarps; ++w) {
@@ -5082,7 +5104,8 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
        have passed their own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
-    int64_t task = blockIdx.x, in_list = task;
+    int32_t task = blockIdx.x; /* each has 8 KB of the workspace or more: 32 bits are enough */
+    int64_t in_list = task;
     smla_split_list list = {};
     if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */

@@ -189,8 +189,14 @@ w hopper_nan_query_hidden 'make_uint2(y.content[i].x | nan, y.content[i].y | nan
 c() { mutant combine test_gpu "$@"; }
 c combine_without_weights 'return smla_ex2(stat.x - (top == smla_neg_inf() ? 0.0f : top));' \
     'return 1.0f;'
-c combine_loses_last_split 'if (i + k < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);' \
-    'if (i + k + 1 < to) smla_combine_add(&acc, v[k], sm.weight[i + k - first]);'
+c combine_loses_last_split \
+    'if (from + k < end) smla_combine_add(&acc, v[k], sm.weight[from + k - first]);' \
+    'if (from + k + 1 < end) smla_combine_add(&acc, v[k], sm.weight[from + k - first]);'
+c combine_second_run_lost 'run < runs; run += halves) {' 'run < runs && run == half; run += halves) {'
+c combine_rounds_not_joined 'first > 0 ? sums[run * next] : smla_combine_nothing();' \
+    'smla_combine_nothing();'
+c combine_order_by_count 'smla_combine_add(&acc, sums[run * next], 1.0f);' \
+    'smla_combine_add(&acc, sums[(run + runs / 2) % runs * next], 1.0f);'
 c combine_wrong_denominator 'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);' \
     'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);'
 c combine_starts_early '    smla_griddepcontrol_wait(); /* by every CTA' '    /* by every CTA'

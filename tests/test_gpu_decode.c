@@ -944,6 +944,56 @@ static void test_fixed_splits_make_rows_independent(void **state)
     }
 }
 
+/* Query tokens of one causal call whose own calls have different numbers of splits: each must give the
+   bits of its own call.  The lengths stand around the borders of what combine does otherwise: one split,
+   one run, other numbers of half warps, one round.  In the last form a request's last key is NaN, which
+   only the last query token sees. */
+static void test_tokens_straddle_splits(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int borders[] = {1, 2, 8, 16, 24, 32, 64, 96, 128, 256}; /* splits */
+    static const struct {
+        int s_q, heads, split_tokens;
+    } forms[] = {{4, 16, 128}, {8, 16, 128}, {5, 40, 128}, {6, 3, 256}, {8, 16, 128}};
+    for (int form = 0; form < COUNT(forms); form++) {
+        const int s_q = forms[form].s_q, nan = form == COUNT(forms) - 1;
+        const int count = COUNT(borders) - (gpu_quick() || forms[form].split_tokens > 128);
+        int32_t lens[COUNT(borders)], seen[COUNT(borders)];
+        for (int b = 0; b < count; b++) /* 1 to s_q - 1 tokens see the split behind the border */
+            lens[b] = borders[b] * forms[form].split_tokens + 1 + b % (s_q - 1);
+        spec s = basic(8150 + (uint64_t)form, count, s_q, forms[form].heads, 0);
+        s.lens = lens;
+        s.causal = 1;
+        s.max_seq_len = lens[count - 1];
+        s.split_tokens = forms[form].split_tokens;
+        problem *p = problem_new(&s);
+        for (int b = 0; nan && b < count; b++)
+            put_nan_token(p, b, lens[b] - 1);
+        if (nan) problem_upload(p);
+        result whole = run(p);
+        if (!nan) CHECK_REFERENCE(p, &whole, 1e8);
+        for (int i = 0; i < s_q; i++) {
+            for (int b = 0; b < count; b++) seen[b] = lens[b] - s_q + 1 + i;
+            view v = view_all(p);
+            v.i0 = i;
+            v.ni = 1;
+            v.lens = seen;
+            result r = run_view(p, &v);
+            if (nan && i == s_q - 1) {
+                const int64_t rows = (int64_t)count * s.heads;
+                TU_CHECK_INT(tu_count_nan_f32(r.lse, rows), rows);
+            } else {
+                check_rows(p, &whole, &v, &r);
+                TU_CHECK_INT(tu_count_nan_f32(r.lse, (int64_t)count * s.heads), 0);
+            }
+            result_free(&r);
+        }
+        result_free(&whole);
+        problem_free(p);
+    }
+}
+
 /* However the work is cut, the values are the same but for rounding. */
 static void test_policies_agree(void **state)
 {
@@ -1282,6 +1332,7 @@ int run_precise_tests(void)
         PRECISE_TEST(test_nan_queries),
         PRECISE_TEST(test_deterministic),
         PRECISE_TEST(test_fixed_splits_make_rows_independent),
+        PRECISE_TEST(test_tokens_straddle_splits),
         PRECISE_TEST(test_policies_agree),
         PRECISE_TEST(test_graph_replay),
     };
@@ -1306,6 +1357,7 @@ int run_edge_tests(void)
         cmocka_unit_test(test_nan_queries),
         cmocka_unit_test(test_deterministic),
         cmocka_unit_test(test_fixed_splits_make_rows_independent),
+        cmocka_unit_test(test_tokens_straddle_splits),
         cmocka_unit_test(test_policies_agree),
         cmocka_unit_test(test_graph_replay),
         cmocka_unit_test(test_stale_plan),

@@ -488,22 +488,20 @@ static void test_checker_refuses(void **state)
 }
 
 /* ================================================================================================
-   Combine: its tasks hold every slice of every row, and the runs of its warps every split, once
+   Combine: its tasks hold every slice of every row, its runs every split, and their sums find room
    ============================================================================================== */
 static void test_combine_tasks(void **state)
 {
     (void)state;
     for (int32_t count = 0; count <= 3000; count++) {
-        const int many = count > smla_kFewSplits, log_runs = smla_combine_log_runs(count);
-        const int at_once = many ? smla_kHalfWarps >> log_runs : smla_kCombineWarps;
-        for (int32_t first = 0; many && first < count; first += smla_kSplitsAtOnce) {
-            const int32_t n = smla_min(count - first, (int32_t)smla_kSplitsAtOnce);
-            TU_CHECK(smla_combine_run(n, 0, log_runs) == 0
-                         && smla_combine_run(n, 1 << log_runs, log_runs) == n,
-                     "%d splits: ends of the runs", n);
-            for (int run = 0; run < 1 << log_runs; run++)
-                TU_CHECK(smla_combine_run(n, run, log_runs) <= smla_combine_run(n, run + 1, log_runs),
-                         "run %d", run);
+        const int many = count > smla_kFewSplits, log_halves = smla_combine_log_halves(count);
+        const int at_once = many ? smla_kHalfWarps >> log_halves : smla_kCombineWarps;
+        if (many) {
+            const int32_t n = smla_min(count, (int32_t)smla_kSplitsAtOnce), runs = smla_combine_runs(count);
+            TU_CHECK(runs * smla_kRunSplits >= n && (runs - 1) * smla_kRunSplits < n,
+                     "%d splits: %d runs", count, runs);
+            TU_CHECK(runs * at_once <= smla_kRunsAtOnce, "%d splits: room for the sums", count);
+            TU_CHECK(runs <= 2 << log_halves, "%d splits: at most two runs a half warp", count);
         }
         for (int32_t rows = 1; rows <= 512; rows += 1 + rows / 20) {
             const int64_t tasks = smla_combine_tasks(count, rows);
