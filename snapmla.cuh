@@ -4679,8 +4679,8 @@ SMLA_DEV void smla_hopper_store_out(const float4 *stats, uint16_t *out, int q,
                 &stats[8 * j + 2 * q + odd]);
             SMLA_UNROLL
             for (int u = 0; u < 4; ++u) {
-                const uint32_t pair = smla_cvt_bf16x2(acc.v[u][4 * j + odd] * o.factor,
-                                                      acc.v[u][4 * j + odd + 2] * o.factor);
+                const uint32_t pair = smla_bf16x2_rn(acc.v[u][4 * j + odd] * o.factor,
+                                                     acc.v[u][4 * j + odd + 2] * o.factor);
                 if (o.live) *reinterpret_cast<uint32_t *>(out + o.offset + 64 * u) = pair;
             }
         }
