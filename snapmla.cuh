@@ -3186,6 +3186,12 @@ SMLA_DEV void smla_tma_load_3d(uint32_t dst, const CUtensorMap *map, int32_t c0,
                  :: "r"(dst), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
 
+/* prefetch.tensormap [map];   PTX ISA "prefetch", 8.0.  The map is cached when the first load asks for it. */
+SMLA_DEV void smla_prefetch_tensormap(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+
 /* cp.async.bulk.shared::cluster.global: 16-byte aligned, a multiple of 16 bytes. */
 SMLA_DEV void smla_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
@@ -4761,7 +4767,13 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
     constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
-    if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm);
+    if (threadIdx.x == 32 * smla_kLoadWarp) {
+        if (p.len_limit > 0) { /* else there may be no maps */
+            smla_prefetch_tensormap(&maps.content);
+            smla_prefetch_tensormap(&maps.rope);
+        }
+        smla_hopper_init_barriers<kRows>(sm);
+    }
     smla_griddepcontrol_wait(); /* before anything of the caller's or the plan is read */
     if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
     smla_cursor cursor = smla_first_split(p);
