@@ -2306,9 +2306,9 @@ struct smla_row_stat {
     float lq; /* sum of the weights as rounded for PV: the output's denominator */
 };
 
-SMLA_HD int32_t smla_request_len(const smla_decode_params &p, int64_t request)
+SMLA_HD int32_t smla_clip_len(const smla_decode_params &p, int32_t seq_len)
 {
-    return smla_max(0, smla_min(p.seq_lens[request], p.len_limit));
+    return smla_max(0, smla_min(seq_len, p.len_limit));
 }
 
 /* Keys that row `row` of a request of `len` tokens sees: those below the result. */
@@ -2337,17 +2337,18 @@ SMLA_HD bool smla_walk_ended(const smla_decode_params &p, int32_t index, const s
     return c.item > p.part[index].last;
 }
 
-SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, int32_t member,
-                                   const smla_cursor &c)
+/* For a caller that holds the part, and the length of the cursor's request as it was read. */
+SMLA_HD smla_split smla_split_of_part(const smla_decode_params &p, const smla_part &part,
+                                      int32_t index, int32_t member, const smla_cursor &c,
+                                      int32_t seq_len)
 {
     const int32_t split_tokens = p.policy.split_blocks * smla_kBlock;
-    const smla_part part = p.part[index];
     const int32_t stop = c.item == part.last ? part.end : smla_kToEnd;
     smla_split s;
     s.request = smla_request_of(p.policy, c.item);
     const int64_t tile_group = c.item - s.request * p.policy.groups;
     s.tile = (int32_t)(tile_group * p.group + member);
-    s.len = smla_request_len(p, s.request);
+    s.len = smla_clip_len(p, seq_len);
     s.begin = c.begin;
     if (split_tokens == 0) { /* balanced: what the part holds of the item is one split */
         const bool whole = c.begin == 0 && stop == smla_kToEnd;
@@ -2360,6 +2361,13 @@ SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, i
     s.end = i == splits - 1 ? s.len : smla_min(c.begin + split_tokens, s.len);
     s.slot = splits == 1 ? -1 : before * p.policy.groups + tile_group * splits + i;
     return s;
+}
+
+SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, int32_t member,
+                                   const smla_cursor &c)
+{
+    return smla_split_of_part(p, p.part[index], index, member, c,
+                              p.seq_lens[smla_request_of(p.policy, c.item)]);
 }
 
 SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_cursor &c)
@@ -2381,7 +2389,12 @@ SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_curso
 /* The same for the CTA that asks: for (c = first; !at_end; advance) split_at. */
 SMLA_DEV int32_t smla_part_index(const smla_decode_params &p)
 {
-    return (int32_t)(blockIdx.x / p.group);
+    return (int32_t)(p.group == 1 ? blockIdx.x : blockIdx.x / p.group);
+}
+
+SMLA_DEV int32_t smla_part_member(const smla_decode_params &p)
+{
+    return (int32_t)blockIdx.x - smla_part_index(p) * p.group;
 }
 
 SMLA_DEV smla_cursor smla_first_split(const smla_decode_params &p)
@@ -2396,7 +2409,7 @@ SMLA_DEV bool smla_at_end(const smla_decode_params &p, const smla_cursor &c)
 
 SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor &c)
 {
-    return smla_walk_split(p, smla_part_index(p), (int32_t)(blockIdx.x % p.group), c);
+    return smla_walk_split(p, smla_part_index(p), smla_part_member(p), c);
 }
 
 SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
@@ -3464,14 +3477,55 @@ SMLA_DEV void smla_hopper_load_query(smla_hopper_smem &sm, const smla_decode_par
                        smla_q_row(p, s.request, row), smla_kQueryBytes, bar);
 }
 
+/* The cursor, or the next item where this member has no tile: that is in the last group of a request,
+   so the next item is the first group of another. */
+SMLA_DEV smla_cursor smla_hopper_skip(const smla_decode_params &p, const smla_cursor &c, int32_t member)
+{
+    if (p.policy.groups == 1) return c;
+    const int64_t tile_group = c.item - smla_request_of(p.policy, c.item) * p.policy.groups;
+    if (tile_group * p.group + member < p.tiles) return c;
+    return {c.item + 1, 0};
+}
+
 /* This CTA's split at the cursor or behind it; a negative tile says that there is none. */
 SMLA_DEV smla_split smla_hopper_split_from(const smla_decode_params &p, smla_cursor &c)
 {
-    for (; !smla_at_end(p, c); smla_advance(p, c)) {
-        const smla_split s = smla_split_at(p, c);
-        if (s.tile < p.tiles) return s;
-    }
-    return {0, -1, 0, 0, 0, 0};
+    c = smla_hopper_skip(p, c, smla_part_member(p));
+    if (smla_at_end(p, c)) return {0, -1, 0, 0, 0, 0};
+    return smla_split_at(p, c);
+}
+
+/* What the first split is found in, read at once instead of one after the other: the part and, where
+   every request has a lane of the warp, all lengths. */
+struct smla_hopper_work {
+    smla_part part;
+    int32_t index, member;
+    int32_t seq_len; /* of request `lane` */
+};
+
+SMLA_DEV bool smla_hopper_few_requests(const smla_decode_params &p) { return p.policy.batch <= 32; }
+
+SMLA_DEV smla_hopper_work smla_hopper_read_work(const smla_decode_params &p)
+{
+    const int lane = threadIdx.x & 31;
+    smla_hopper_work work;
+    work.index = smla_part_index(p);
+    work.member = (int32_t)blockIdx.x - work.index * p.group;
+    work.part = p.part[work.index];
+    work.seq_len = smla_hopper_few_requests(p)
+                 ? p.seq_lens[smla_min(lane, (int)p.policy.batch - 1)] : 0;
+    return work;
+}
+
+SMLA_DEV smla_split smla_hopper_first_split(const smla_decode_params &p, const smla_hopper_work &work,
+                                            smla_cursor &c)
+{
+    c = smla_hopper_skip(p, {work.part.first, work.part.begin}, work.member);
+    if (c.item > work.part.last) return {0, -1, 0, 0, 0, 0};
+    const int64_t request = smla_request_of(p.policy, c.item);
+    const int32_t seq_len = smla_hopper_few_requests(p)
+                          ? __shfl_sync(~0u, work.seq_len, (int)request) : p.seq_lens[request];
+    return smla_split_of_part(p, work.part, work.index, work.member, c, seq_len);
 }
 
 SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
@@ -4767,24 +4821,26 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
     constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
-    if (threadIdx.x == 32 * smla_kLoadWarp) {
-        if (p.len_limit > 0) { /* else there may be no maps */
-            smla_prefetch_tensormap(&maps.content);
-            smla_prefetch_tensormap(&maps.rope);
-        }
-        smla_hopper_init_barriers<kRows>(sm);
+    if (threadIdx.x == 32 * smla_kLoadWarp && p.len_limit > 0) { /* else there may be no maps */
+        smla_prefetch_tensormap(&maps.content);
+        smla_prefetch_tensormap(&maps.rope);
     }
     smla_griddepcontrol_wait(); /* before anything of the caller's or the plan is read */
     if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
-    smla_cursor cursor = smla_first_split(p);
-    const smla_split first = smla_hopper_split_from(p, cursor);
+    const smla_hopper_work work = smla_hopper_read_work(p);
+    smla_cursor cursor = {};
+    smla_split first = {};
     if (warp == smla_kLoadWarp) { /* must not wait for the others */
+        if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm); /* meanwhile */
+        first = smla_hopper_first_split(p, work, cursor);
         smla_fence_async();
         __syncwarp();
         smla_bar_arrive(smla_kBarBegin, kThreads);
     } else {
-        if (first.tile >= 0)
-            smla_hopper_load_q<kRows, kPrecise>(sm, p, first, warp - (warp > smla_kLoadWarp),
+        smla_cursor c;
+        const smla_split s = smla_hopper_first_split(p, work, c); /* its length is not waited for */
+        if (s.tile >= 0)
+            smla_hopper_load_q<kRows, kPrecise>(sm, p, s, warp - (warp > smla_kLoadWarp),
                                                 kThreads / 32 - 1);
         smla_bar_sync(smla_kBarBegin, kThreads);
     }
