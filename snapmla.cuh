@@ -3431,33 +3431,44 @@ SMLA_DEV void smla_hopper_announce(smla_hopper_smem &sm, uint32_t i, const smla_
     __syncwarp();
 }
 
-SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_params &p,
-                                     const smla_hopper_maps &maps, const smla_split &s,
-                                     smla_ring &ring)
+/* How far the load warp is with a split: `block` blocks are on their way. */
+struct smla_hopper_pages {
+    int32_t block;
+    int32_t page, next_page; /* of the lane's block among 32, and among the 32 behind */
+};
+
+SMLA_DEV smla_hopper_pages smla_hopper_first_pages(const smla_decode_params &p, const smla_split &s)
+{
+    return {0, -1, smla_hopper_page(p, s, threadIdx.x & 31, smla_split_blocks(s))};
+}
+
+/* Blocks of a split up to `end`. */
+SMLA_DEV void smla_hopper_load_blocks(smla_hopper_smem &sm, const smla_decode_params &p,
+                                      const smla_hopper_maps &maps, const smla_split &s, int32_t end,
+                                      smla_hopper_pages &pages, smla_ring &ring)
 {
     const int lane = threadIdx.x & 31;
-    const int32_t blocks = smla_split_blocks(s);
-    int32_t page = -1, next_page = smla_hopper_page(p, s, lane, blocks); /* of 32 blocks */
 #pragma unroll 1
-    for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
+    for (int32_t i = pages.block; i < end; ++i, ++ring.block) {
         if ((i & 31) == 0) {
-            page = next_page;
-            next_page = smla_hopper_page(p, s, i + 32 + lane, blocks);
+            pages.page = pages.next_page;
+            pages.next_page = smla_hopper_page(p, s, i + 32 + lane, smla_split_blocks(s));
         }
-        const int32_t this_page = __shfl_sync(~0u, page, i & 31);
+        const int32_t page = __shfl_sync(~0u, pages.page, i & 31);
         const int stage = ring.stage();
         if (lane == 0) {
             const int32_t token = s.begin + i * smla_kBlock;
             smla_mbarrier_wait(smla_smem_addr(&sm.empty[stage]), ring.parity() ^ 1);
-            sm.block[stage].valid = this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
-            if (this_page < 0)
+            sm.block[stage].valid = page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
+            if (page < 0)
                 smla_mbarrier_arrive(smla_smem_addr(&sm.full[stage]));
             else
-                smla_hopper_load_block(sm, p, maps, stage, this_page,
+                smla_hopper_load_block(sm, p, maps, stage, page,
                                        token & ((1 << p.planes.page_shift) - 1));
         }
         __syncwarp();
     }
+    pages.block = end;
 }
 
 /* Up to 32 rows of a split's Q, as they are, into a stage. */
@@ -3528,19 +3539,23 @@ SMLA_DEV smla_split smla_hopper_first_split(const smla_decode_params &p, const s
     return smla_split_of_part(p, work.part, work.index, work.member, c, seq_len);
 }
 
+/* The first split's first blocks are on their way already. */
 SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
-                               const smla_hopper_maps &maps, smla_split s, smla_cursor c)
+                               const smla_hopper_maps &maps, smla_split s, smla_cursor c,
+                               smla_hopper_pages pages)
 {
-    smla_ring ring = {0};
+    smla_ring ring = {(uint32_t)pages.block};
     uint32_t splits = 0;
 #pragma unroll 1
     while (s.tile >= 0) {
         smla_hopper_announce(sm, splits, s);
         const int query_stages = smla_query_stages(p, s, splits++);
+#pragma unroll 1
         for (int n = 0; n < query_stages; ++n, ++ring.block) smla_hopper_load_query(sm, p, s, n, ring);
-        smla_hopper_load_split(sm, p, maps, s, ring);
+        smla_hopper_load_blocks(sm, p, maps, s, smla_split_blocks(s), pages, ring);
         smla_advance(p, c);
         s = smla_hopper_split_from(p, c);
+        if (s.tile >= 0) pages = smla_hopper_first_pages(p, s);
     }
     smla_hopper_announce(sm, splits, s);
 }
@@ -4830,11 +4845,18 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     const smla_hopper_work work = smla_hopper_read_work(p);
     smla_cursor cursor = {};
     smla_split first = {};
-    if (warp == smla_kLoadWarp) { /* must not wait for the others */
+    smla_hopper_pages pages = {0, -1, -1};
+    if (__builtin_expect(warp == smla_kLoadWarp, 1)) { /* the hint saves spills */
+        /* This warp must not wait for the others: the first blocks are asked for before it meets them. */
         if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm); /* meanwhile */
         first = smla_hopper_first_split(p, work, cursor);
+        if (first.tile >= 0) pages = smla_hopper_first_pages(p, first);
         smla_fence_async();
         __syncwarp();
+        smla_ring ring = {0};
+        if (first.tile >= 0)
+            smla_hopper_load_blocks(sm, p, maps, first,
+                                    smla_min(smla_split_blocks(first), (int32_t)smla_kStages), pages, ring);
         smla_bar_arrive(smla_kBarBegin, kThreads);
     } else {
         smla_cursor c;
@@ -4862,7 +4884,7 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         }
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
-        if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
+        if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor, pages);
         else if (warp == 13) smla_hopper_prepare(sm, p);
         else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps)
             smla_hopper_sum<kRows, kPrecise>(sm, p, warp - 14);
