@@ -5828,7 +5828,9 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
         item_tasks = smla_combine_tasks((int32_t)smla_min(most, (int64_t)INT_MAX), rows);
         tasks = items * item_tasks;
     } else {
-        tasks = (int64_t)p.policy.parts * smla_combine_tasks(smla_kFewSplits + 1, rows);
+        /* few requests: the last CTAs to start would find nothing to do, and be waited for */
+        tasks = smla_min((int64_t)p.policy.parts * smla_combine_tasks(smla_kFewSplits + 1, rows),
+                         items * smla_combine_tasks(p.policy.parts, rows));
     }
     const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
     void *arguments[] = {(void *)&p, &rows, &item_tasks};
