@@ -5190,6 +5190,7 @@ static __global__ void __launch_bounds__(smla_kCombineThreads)
 snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows, int64_t item_tasks)
 {
     __shared__ smla_combine_smem sm;
+    smla_launch_dependents(); /* they wait for the end of this kernel, and so for that of decode */
     /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
        have passed their own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
@@ -5199,7 +5200,6 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
     smla_split_list list = {};
     if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
-    smla_launch_dependents();
     while (task < tasks) {
         if (in_list < smla_combine_tasks(list.count, rows)) {
             if (list.count > smla_kFewSplits) smla_combine_many(sm, p, list, (int32_t)in_list, rows);
