@@ -5097,6 +5097,7 @@ SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_lis
     const int32_t dim = unit % smla_kFewSlices * 128 + 4 * lane;
     const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kFewSlices, rows);
     if (!row.live) return;
+    smla_griddepcontrol_wait();
     float4 v[smla_kRunSplits];
     smla_combine_load(p, row, dim, 0, list.count, v);
     const float4 stat = smla_combine_stat(p, row, lane, list.count);
@@ -5134,6 +5135,7 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
     float4 *sums = &sm.acc[t >> (4 + log_halves)][t & 15]; /* those of the other runs lie `next` apart */
     const int next = 16 * smla_kHalfWarps >> log_halves;
     float m = smla_neg_inf(), l = 0.0f, lq = 0.0f; /* of the splits that this thread has weighed */
+    smla_griddepcontrol_wait(); /* here, where all that it need not wait for is done */
     for (int32_t first = 0; first < list.count; first += smla_kSplitsAtOnce) {
         const int32_t end = smla_min(first + smla_kSplitsAtOnce, list.count);
         float4 v[smla_kRunSplits];
@@ -5191,23 +5193,21 @@ snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t row
 {
     __shared__ smla_combine_smem sm;
     smla_launch_dependents(); /* they wait for the end of this kernel, and so for that of decode */
-    /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
-       have passed their own wait. */
+    /* This kernel may overlap decode up to the wait, which comes last before partial results are read.
+       The plan is complete by then: all CTAs of decode have passed their own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
     int32_t task = blockIdx.x; /* each has 8 KB of the workspace or more: 32 bits are enough */
     int64_t in_list = task;
-    smla_split_list list = {};
-    if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
-    smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
     while (task < tasks) {
+        const smla_split_list list = smla_combine_list(sm, p, item_tasks, &in_list);
         if (in_list < smla_combine_tasks(list.count, rows)) {
             if (list.count > smla_kFewSplits) smla_combine_many(sm, p, list, (int32_t)in_list, rows);
             else smla_combine_few(p, list, (int32_t)in_list * smla_kCombineWarps + (threadIdx.x >> 5), rows);
         }
         in_list = task += gridDim.x;
-        if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     }
+    smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
 }
 
 /* ================================================================================================

@@ -199,7 +199,7 @@ c combine_order_by_count 'smla_combine_add(&acc, sums[run * next], 1.0f);' \
     'smla_combine_add(&acc, sums[(run + runs / 2) % runs * next], 1.0f);'
 c combine_wrong_denominator 'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);' \
     'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);'
-c combine_starts_early '    smla_griddepcontrol_wait(); /* by every CTA' '    /* by every CTA'
+c combine_starts_early '    smla_griddepcontrol_wait(); /* here, where' '    /* here, where'
 c merge_base_2 'const float w = smla_ex2((lse - shift) * smla_kLog2e) * inverse;' \
     'const float w = smla_ex2(lse - shift) * inverse;'
 c merge_reads_empty_part 'if (lse == smla_neg_inf()) continue;' 'if (lse != lse) continue;'
