@@ -2306,9 +2306,9 @@ struct smla_row_stat {
     float lq; /* sum of the weights as rounded for PV: the output's denominator */
 };
 
-SMLA_HD int32_t smla_request_len(const smla_decode_params &p, int64_t request)
+SMLA_HD int32_t smla_clip_len(const smla_decode_params &p, int32_t seq_len)
 {
-    return smla_max(0, smla_min(p.seq_lens[request], p.len_limit));
+    return smla_max(0, smla_min(seq_len, p.len_limit));
 }
 
 /* Keys that row `row` of a request of `len` tokens sees: those below the result. */
@@ -2337,17 +2337,18 @@ SMLA_HD bool smla_walk_ended(const smla_decode_params &p, int32_t index, const s
     return c.item > p.part[index].last;
 }
 
-SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, int32_t member,
-                                   const smla_cursor &c)
+/* For a caller that holds the part, and the length of the cursor's request as it was read. */
+SMLA_HD smla_split smla_split_of_part(const smla_decode_params &p, const smla_part &part,
+                                      int32_t index, int32_t member, const smla_cursor &c,
+                                      int32_t seq_len)
 {
     const int32_t split_tokens = p.policy.split_blocks * smla_kBlock;
-    const smla_part part = p.part[index];
     const int32_t stop = c.item == part.last ? part.end : smla_kToEnd;
     smla_split s;
     s.request = smla_request_of(p.policy, c.item);
     const int64_t tile_group = c.item - s.request * p.policy.groups;
     s.tile = (int32_t)(tile_group * p.group + member);
-    s.len = smla_request_len(p, s.request);
+    s.len = smla_clip_len(p, seq_len);
     s.begin = c.begin;
     if (split_tokens == 0) { /* balanced: what the part holds of the item is one split */
         const bool whole = c.begin == 0 && stop == smla_kToEnd;
@@ -2360,6 +2361,13 @@ SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, i
     s.end = i == splits - 1 ? s.len : smla_min(c.begin + split_tokens, s.len);
     s.slot = splits == 1 ? -1 : before * p.policy.groups + tile_group * splits + i;
     return s;
+}
+
+SMLA_HD smla_split smla_walk_split(const smla_decode_params &p, int32_t index, int32_t member,
+                                   const smla_cursor &c)
+{
+    return smla_split_of_part(p, p.part[index], index, member, c,
+                              p.seq_lens[smla_request_of(p.policy, c.item)]);
 }
 
 SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_cursor &c)
@@ -2381,7 +2389,12 @@ SMLA_HD void smla_walk_on(const smla_decode_params &p, int32_t index, smla_curso
 /* The same for the CTA that asks: for (c = first; !at_end; advance) split_at. */
 SMLA_DEV int32_t smla_part_index(const smla_decode_params &p)
 {
-    return (int32_t)(blockIdx.x / p.group);
+    return (int32_t)(p.group == 1 ? blockIdx.x : blockIdx.x / p.group);
+}
+
+SMLA_DEV int32_t smla_part_member(const smla_decode_params &p)
+{
+    return (int32_t)blockIdx.x - smla_part_index(p) * p.group;
 }
 
 SMLA_DEV smla_cursor smla_first_split(const smla_decode_params &p)
@@ -2396,7 +2409,7 @@ SMLA_DEV bool smla_at_end(const smla_decode_params &p, const smla_cursor &c)
 
 SMLA_DEV smla_split smla_split_at(const smla_decode_params &p, const smla_cursor &c)
 {
-    return smla_walk_split(p, smla_part_index(p), (int32_t)(blockIdx.x % p.group), c);
+    return smla_walk_split(p, smla_part_index(p), smla_part_member(p), c);
 }
 
 SMLA_DEV void smla_advance(const smla_decode_params &p, smla_cursor &c)
@@ -3186,6 +3199,12 @@ SMLA_DEV void smla_tma_load_3d(uint32_t dst, const CUtensorMap *map, int32_t c0,
                  :: "r"(dst), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
 
+/* prefetch.tensormap [map];   PTX ISA "prefetch", 8.0.  The map is cached when the first load asks for it. */
+SMLA_DEV void smla_prefetch_tensormap(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+
 /* cp.async.bulk.shared::cluster.global: 16-byte aligned, a multiple of 16 bytes. */
 SMLA_DEV void smla_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
@@ -3412,33 +3431,44 @@ SMLA_DEV void smla_hopper_announce(smla_hopper_smem &sm, uint32_t i, const smla_
     __syncwarp();
 }
 
-SMLA_DEV void smla_hopper_load_split(smla_hopper_smem &sm, const smla_decode_params &p,
-                                     const smla_hopper_maps &maps, const smla_split &s,
-                                     smla_ring &ring)
+/* How far the load warp is with a split: `block` blocks are on their way. */
+struct smla_hopper_pages {
+    int32_t block;
+    int32_t page, next_page; /* of the lane's block among 32, and among the 32 behind */
+};
+
+SMLA_DEV smla_hopper_pages smla_hopper_first_pages(const smla_decode_params &p, const smla_split &s)
+{
+    return {0, -1, smla_hopper_page(p, s, threadIdx.x & 31, smla_split_blocks(s))};
+}
+
+/* Blocks of a split up to `end`. */
+SMLA_DEV void smla_hopper_load_blocks(smla_hopper_smem &sm, const smla_decode_params &p,
+                                      const smla_hopper_maps &maps, const smla_split &s, int32_t end,
+                                      smla_hopper_pages &pages, smla_ring &ring)
 {
     const int lane = threadIdx.x & 31;
-    const int32_t blocks = smla_split_blocks(s);
-    int32_t page = -1, next_page = smla_hopper_page(p, s, lane, blocks); /* of 32 blocks */
 #pragma unroll 1
-    for (int32_t i = 0; i < blocks; ++i, ++ring.block) {
+    for (int32_t i = pages.block; i < end; ++i, ++ring.block) {
         if ((i & 31) == 0) {
-            page = next_page;
-            next_page = smla_hopper_page(p, s, i + 32 + lane, blocks);
+            pages.page = pages.next_page;
+            pages.next_page = smla_hopper_page(p, s, i + 32 + lane, smla_split_blocks(s));
         }
-        const int32_t this_page = __shfl_sync(~0u, page, i & 31);
+        const int32_t page = __shfl_sync(~0u, pages.page, i & 31);
         const int stage = ring.stage();
         if (lane == 0) {
             const int32_t token = s.begin + i * smla_kBlock;
             smla_mbarrier_wait(smla_smem_addr(&sm.empty[stage]), ring.parity() ^ 1);
-            sm.block[stage].valid = this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
-            if (this_page < 0)
+            sm.block[stage].valid = page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);
+            if (page < 0)
                 smla_mbarrier_arrive(smla_smem_addr(&sm.full[stage]));
             else
-                smla_hopper_load_block(sm, p, maps, stage, this_page,
+                smla_hopper_load_block(sm, p, maps, stage, page,
                                        token & ((1 << p.planes.page_shift) - 1));
         }
         __syncwarp();
     }
+    pages.block = end;
 }
 
 /* Up to 32 rows of a split's Q, as they are, into a stage. */
@@ -3458,29 +3488,74 @@ SMLA_DEV void smla_hopper_load_query(smla_hopper_smem &sm, const smla_decode_par
                        smla_q_row(p, s.request, row), smla_kQueryBytes, bar);
 }
 
+/* The cursor, or the next item where this member has no tile: that is in the last group of a request,
+   so the next item is the first group of another. */
+SMLA_DEV smla_cursor smla_hopper_skip(const smla_decode_params &p, const smla_cursor &c, int32_t member)
+{
+    if (p.policy.groups == 1) return c;
+    const int64_t tile_group = c.item - smla_request_of(p.policy, c.item) * p.policy.groups;
+    if (tile_group * p.group + member < p.tiles) return c;
+    return {c.item + 1, 0};
+}
+
 /* This CTA's split at the cursor or behind it; a negative tile says that there is none. */
 SMLA_DEV smla_split smla_hopper_split_from(const smla_decode_params &p, smla_cursor &c)
 {
-    for (; !smla_at_end(p, c); smla_advance(p, c)) {
-        const smla_split s = smla_split_at(p, c);
-        if (s.tile < p.tiles) return s;
-    }
-    return {0, -1, 0, 0, 0, 0};
+    c = smla_hopper_skip(p, c, smla_part_member(p));
+    if (smla_at_end(p, c)) return {0, -1, 0, 0, 0, 0};
+    return smla_split_at(p, c);
 }
 
-SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
-                               const smla_hopper_maps &maps, smla_split s, smla_cursor c)
+/* What the first split is found in, read at once instead of one after the other: the part and, where
+   every request has a lane of the warp, all lengths. */
+struct smla_hopper_work {
+    smla_part part;
+    int32_t index, member;
+    int32_t seq_len; /* of request `lane` */
+};
+
+SMLA_DEV bool smla_hopper_few_requests(const smla_decode_params &p) { return p.policy.batch <= 32; }
+
+SMLA_DEV smla_hopper_work smla_hopper_read_work(const smla_decode_params &p)
 {
-    smla_ring ring = {0};
+    const int lane = threadIdx.x & 31;
+    smla_hopper_work work;
+    work.index = smla_part_index(p);
+    work.member = (int32_t)blockIdx.x - work.index * p.group;
+    work.part = p.part[work.index];
+    work.seq_len = smla_hopper_few_requests(p)
+                 ? p.seq_lens[smla_min(lane, (int)p.policy.batch - 1)] : 0;
+    return work;
+}
+
+SMLA_DEV smla_split smla_hopper_first_split(const smla_decode_params &p, const smla_hopper_work &work,
+                                            smla_cursor &c)
+{
+    c = smla_hopper_skip(p, {work.part.first, work.part.begin}, work.member);
+    if (c.item > work.part.last) return {0, -1, 0, 0, 0, 0};
+    const int64_t request = smla_request_of(p.policy, c.item);
+    const int32_t seq_len = smla_hopper_few_requests(p)
+                          ? __shfl_sync(~0u, work.seq_len, (int)request) : p.seq_lens[request];
+    return smla_split_of_part(p, work.part, work.index, work.member, c, seq_len);
+}
+
+/* The first split's first blocks are on their way already. */
+SMLA_DEV void smla_hopper_load(smla_hopper_smem &sm, const smla_decode_params &p,
+                               const smla_hopper_maps &maps, smla_split s, smla_cursor c,
+                               smla_hopper_pages pages)
+{
+    smla_ring ring = {(uint32_t)pages.block};
     uint32_t splits = 0;
 #pragma unroll 1
     while (s.tile >= 0) {
         smla_hopper_announce(sm, splits, s);
         const int query_stages = smla_query_stages(p, s, splits++);
+#pragma unroll 1
         for (int n = 0; n < query_stages; ++n, ++ring.block) smla_hopper_load_query(sm, p, s, n, ring);
-        smla_hopper_load_split(sm, p, maps, s, ring);
+        smla_hopper_load_blocks(sm, p, maps, s, smla_split_blocks(s), pages, ring);
         smla_advance(p, c);
         s = smla_hopper_split_from(p, c);
+        if (s.tile >= 0) pages = smla_hopper_first_pages(p, s);
     }
     smla_hopper_announce(sm, splits, s);
 }
@@ -4761,18 +4836,33 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
     constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
-    if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm);
+    if (threadIdx.x == 32 * smla_kLoadWarp && p.len_limit > 0) { /* else there may be no maps */
+        smla_prefetch_tensormap(&maps.content);
+        smla_prefetch_tensormap(&maps.rope);
+    }
     smla_griddepcontrol_wait(); /* before anything of the caller's or the plan is read */
     if (threadIdx.x == 0) smla_launch_dependents(); /* combine's CTAs take the place of those that end */
-    smla_cursor cursor = smla_first_split(p);
-    const smla_split first = smla_hopper_split_from(p, cursor);
-    if (warp == smla_kLoadWarp) { /* must not wait for the others */
+    const smla_hopper_work work = smla_hopper_read_work(p);
+    smla_cursor cursor = {};
+    smla_split first = {};
+    smla_hopper_pages pages = {0, -1, -1};
+    if (__builtin_expect(warp == smla_kLoadWarp, 1)) { /* the hint saves spills */
+        /* This warp must not wait for the others: the first blocks are asked for before it meets them. */
+        if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm); /* meanwhile */
+        first = smla_hopper_first_split(p, work, cursor);
+        if (first.tile >= 0) pages = smla_hopper_first_pages(p, first);
         smla_fence_async();
         __syncwarp();
+        smla_ring ring = {0};
+        if (first.tile >= 0)
+            smla_hopper_load_blocks(sm, p, maps, first,
+                                    smla_min(smla_split_blocks(first), (int32_t)smla_kStages), pages, ring);
         smla_bar_arrive(smla_kBarBegin, kThreads);
     } else {
-        if (first.tile >= 0)
-            smla_hopper_load_q<kRows, kPrecise>(sm, p, first, warp - (warp > smla_kLoadWarp),
+        smla_cursor c;
+        const smla_split s = smla_hopper_first_split(p, work, c); /* its length is not waited for */
+        if (s.tile >= 0)
+            smla_hopper_load_q<kRows, kPrecise>(sm, p, s, warp - (warp > smla_kLoadWarp),
                                                 kThreads / 32 - 1);
         smla_bar_sync(smla_kBarBegin, kThreads);
     }
@@ -4794,7 +4884,7 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         }
     } else {
         smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
-        if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor);
+        if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor, pages);
         else if (warp == 13) smla_hopper_prepare(sm, p);
         else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps)
             smla_hopper_sum<kRows, kPrecise>(sm, p, warp - 14);
@@ -5007,6 +5097,7 @@ SMLA_DEV void smla_combine_few(const smla_decode_params &p, const smla_split_lis
     const int32_t dim = unit % smla_kFewSlices * 128 + 4 * lane;
     const smla_combine_row row = smla_combine_locate(p, list, unit / smla_kFewSlices, rows);
     if (!row.live) return;
+    smla_griddepcontrol_wait();
     float4 v[smla_kRunSplits];
     smla_combine_load(p, row, dim, 0, list.count, v);
     const float4 stat = smla_combine_stat(p, row, lane, list.count);
@@ -5044,6 +5135,7 @@ SMLA_DEV void smla_combine_many(smla_combine_smem &sm, const smla_decode_params 
     float4 *sums = &sm.acc[t >> (4 + log_halves)][t & 15]; /* those of the other runs lie `next` apart */
     const int next = 16 * smla_kHalfWarps >> log_halves;
     float m = smla_neg_inf(), l = 0.0f, lq = 0.0f; /* of the splits that this thread has weighed */
+    smla_griddepcontrol_wait(); /* here, where all that it need not wait for is done */
     for (int32_t first = 0; first < list.count; first += smla_kSplitsAtOnce) {
         const int32_t end = smla_min(first + smla_kSplitsAtOnce, list.count);
         float4 v[smla_kRunSplits];
@@ -5100,24 +5192,22 @@ static __global__ void __launch_bounds__(smla_kCombineThreads)
 snapmla_combine_kernel(const __grid_constant__ smla_decode_params p, int32_t rows, int64_t item_tasks)
 {
     __shared__ smla_combine_smem sm;
-    /* This kernel may overlap decode up to the wait.  The plan is complete by then: all CTAs of decode
-       have passed their own wait. */
+    smla_launch_dependents(); /* they wait for the end of this kernel, and so for that of decode */
+    /* This kernel may overlap decode up to the wait, which comes last before partial results are read.
+       The plan is complete by then: all CTAs of decode have passed their own wait. */
     const int64_t tasks = p.policy.split_blocks > 0 ? p.policy.batch * p.policy.groups * item_tasks
                                                     : smla_combine_count(sm, p, rows);
     int32_t task = blockIdx.x; /* each has 8 KB of the workspace or more: 32 bits are enough */
     int64_t in_list = task;
-    smla_split_list list = {};
-    if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
-    smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
-    smla_launch_dependents();
     while (task < tasks) {
+        const smla_split_list list = smla_combine_list(sm, p, item_tasks, &in_list);
         if (in_list < smla_combine_tasks(list.count, rows)) {
             if (list.count > smla_kFewSplits) smla_combine_many(sm, p, list, (int32_t)in_list, rows);
             else smla_combine_few(p, list, (int32_t)in_list * smla_kCombineWarps + (threadIdx.x >> 5), rows);
         }
         in_list = task += gridDim.x;
-        if (task < tasks) list = smla_combine_list(sm, p, item_tasks, &in_list);
     }
+    smla_griddepcontrol_wait(); /* by every CTA: else this kernel could end before decode has */
 }
 
 /* ================================================================================================
@@ -5738,7 +5828,9 @@ static inline snapmla_result smla_launch_combine(const smla_decode_params &p, bo
         item_tasks = smla_combine_tasks((int32_t)smla_min(most, (int64_t)INT_MAX), rows);
         tasks = items * item_tasks;
     } else {
-        tasks = (int64_t)p.policy.parts * smla_combine_tasks(smla_kFewSplits + 1, rows);
+        /* few requests: the last CTAs to start would find nothing to do, and be waited for */
+        tasks = smla_min((int64_t)p.policy.parts * smla_combine_tasks(smla_kFewSplits + 1, rows),
+                         items * smla_combine_tasks(p.policy.parts, rows));
     }
     const int64_t blocks = smla_min(tasks, 3 * (int64_t)p.policy.parts * p.group); /* 3 fit an SM */
     void *arguments[] = {(void *)&p, &rows, &item_tasks};

@@ -157,8 +157,8 @@ w() { mutant hopper test_gpu "$@"; }
 w hopper_mask_off_by_one 'const bool seen = token < smla_min(info.valid, limit[h]);' \
     'const bool seen = token <= smla_min(info.valid, limit[h]);'
 w hopper_mask_too_late '> seen_by_all;' '> seen_by_all + smla_kBlock;'
-w hopper_tail_not_cut 'this_page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);' \
-    'this_page < 0 ? 0 : (int)smla_kBlock;'
+w hopper_tail_not_cut 'page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);' \
+    'page < 0 ? 0 : (int)smla_kBlock;'
 w hopper_rescale_missing 'rows.l[h] *= alpha;' ''
 w hopper_masters_not_rescaled '    if (moved == 0) return;
     SMLA_UNROLL' '    if (moved <= ~0u) return;
@@ -171,8 +171,8 @@ w hopper_inverse_out_of_order '+ (lane & 3) * 4 + (lane & 4) / 2;' '+ (lane & 3)
 w hopper_stage_freed_early 'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);' \
     'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 1 + kSumWarps);'
 w hopper_page_table_stale '        if ((i & 31) == 0) {
-            page = next_page;' '        if ((i & 63) == 0) {
-            page = next_page;'
+            pages.page = pages.next_page;' '        if ((i & 63) == 0) {
+            pages.page = pages.next_page;'
 w hopper_logits_overwritten \
     '    smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
 ' ''
@@ -199,7 +199,7 @@ c combine_order_by_count 'smla_combine_add(&acc, sums[run * next], 1.0f);' \
     'smla_combine_add(&acc, sums[(run + runs / 2) % runs * next], 1.0f);'
 c combine_wrong_denominator 'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.z * weight);' \
     'lq = lq * alpha + (weight < 0.0f ? 0.0f : stat.y * weight);'
-c combine_starts_early '    smla_griddepcontrol_wait(); /* by every CTA' '    /* by every CTA'
+c combine_starts_early '    smla_griddepcontrol_wait(); /* here, where' '    /* here, where'
 c merge_base_2 'const float w = smla_ex2((lse - shift) * smla_kLog2e) * inverse;' \
     'const float w = smla_ex2(lse - shift) * inverse;'
 c merge_reads_empty_part 'if (lse == smla_neg_inf()) continue;' 'if (lse != lse) continue;'
