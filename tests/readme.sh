@@ -48,6 +48,9 @@ bad 'an error of the precise mode that README does not show' tables README.md "$
 good 'another time in speed.csv' seeded_charts speed.csv \
     '/^headline,128,1,128,64,16384/s/rested,[0-9.]*/rested,999/'
 bad 'a time that README does not show' tables README.md "$tmp/charts"
+good 'another bandwidth in speed.csv' seeded_charts speed.csv \
+    '/^dataflow,.*,fetch by slots,/s/,0\.[0-9]*,\([0-9.]*\)$/,0.5555,\1/'
+bad 'a bandwidth that README does not show' tables README.md "$tmp/charts"
 
 chart_is_current() { # KIND CSV SVG
     build/chart "$1" "$2" "$tmp/chart.svg" && cmp "$tmp/chart.svg" "$3"
