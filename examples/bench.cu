@@ -132,16 +132,19 @@ typedef struct shape {
     int long_kv; /* of LONG_REQUESTS of the batch; 0: all have kv tokens */
 } shape;
 
-/* Microseconds of kernels on an H800, as others measured them; README names the source. */
+/* Microseconds of kernels on an H800, as others measured them: those of
+   examples/charts/peers_h800.csv, which names the source. */
 typedef struct h800 {
     int heads, batch, kv;
     double bf16, snapmla;
 } h800;
 
 static const h800 kH800[] = {
-    {128, 1, 640, 13.9, 23.4},  {128, 16, 640, 22.1, 27.1}, {128, 64, 640, 34.5, 31.8},
-    {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9}, {64, 4, 8192, 31.1, 41.5},
-    {64, 8, 8192, 50.8, 45.3},  {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9},
+    {128, 1, 640, 13.9, 23.4}, {128, 2, 640, 14.0, 23.1}, {128, 4, 640, 15.8, 24.2},
+    {128, 8, 640, 17.5, 24.3}, {128, 16, 640, 22.1, 27.1}, {128, 32, 640, 36.1, 36.1},
+    {128, 64, 640, 34.5, 31.8}, {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9},
+    {64, 2, 8192, 26.9, 39.2}, {64, 4, 8192, 31.1, 41.5}, {64, 8, 8192, 50.8, 45.3},
+    {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9},
 };
 
 /* What rows of such shapes have to reach: at least or at most so much in the column `metric`. */
