@@ -61,17 +61,15 @@ demo:
 test:
 	@tests/run.sh
 
-examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/bench_dataflow \
-  build/accuracy build/chart build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
+examples: build/01_minimal build/02_from_c build/03_cuda_graph build/bench build/accuracy \
+  build/chart build/tiny_mla build/libsnapmla.so $(if $(have_cublas),build/04_mla_layer)
 
-bench: build/bench build/bench_dataflow
-	build/bench
-	build/bench_dataflow
+bench: build/bench
+	build/bench --preset headline,dataflow
 
 # tests/readme_tables.sh --write then puts them into README.md and draws the charts
-figures: build/bench build/bench_dataflow build/accuracy
+figures: build/bench build/accuracy
 	build/bench --preset all --note '$(NOTE)' --csv $(CHARTS)/speed.csv
-	build/bench_dataflow --csv $(CHARTS)/dataflow.csv
 	build/accuracy --note '$(NOTE)' --csv $(CHARTS)/accuracy.csv
 
 # some tests provoke errors of CUDA's API on purpose
@@ -98,7 +96,7 @@ build/01_minimal: examples/01_minimal.cu $(headers) | build
 build/03_cuda_graph: examples/03_cuda_graph.cu $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
-build/bench build/bench_dataflow: build/%: examples/%.cu examples/bench_util.h $(headers) | build
+build/bench: examples/bench.cu examples/bench_util.h examples/bench_dataflow.h $(headers) | build
 	$(nvcc) $(run_code) -o $@ $<
 
 build/accuracy: examples/accuracy.cu $(headers) | build

@@ -531,7 +531,9 @@ static int find_decoders(decoder *list, char *device_name, size_t size)
         || snapmla_device_supported(device, &best) != SNAPMLA_OK)
         return 0;
     CUDA(cudaGetDeviceProperties(&prop, device));
-    snprintf(device_name, size, "%s", prop.name);
+    snprintf(device_name, size, "%s; CUDA %d.%d; snapmla %d.%d.%d", prop.name, CUDART_VERSION / 1000,
+             CUDART_VERSION % 1000 / 10, SNAPMLA_VERSION_MAJOR, SNAPMLA_VERSION_MINOR,
+             SNAPMLA_VERSION_PATCH);
     if (best == SNAPMLA_PATH_SM90) {
         const decoder sm90 = {"sm90", 1, SNAPMLA_PATH_SM90};
         list[n++] = sm90;
@@ -746,7 +748,8 @@ static int32_t parse_length(const char *text)
 int main(int argc, char **argv)
 {
     const decoder emulation = {"emulated", 0, 0};
-    char device_name[256] = "no GPU: decode is the emulation of snapmla_ref.h", date[32];
+    char device_name[512] = "no GPU: decode is the emulation of snapmla_ref.h", date[32];
+    char command[512] = "";
     const char *csv_name = NULL, *note = "";
     options o;
     time_t now = time(NULL);
@@ -755,6 +758,10 @@ int main(int argc, char **argv)
     o.decoders = find_decoders(o.decoder, device_name, sizeof device_name);
     o.to = o.decoders ? 1048576 : 4096;
     o.emulate_to = 65536;
+    for (int i = 0; i < argc; i++) {
+        const size_t used = strlen(command);
+        snprintf(command + used, sizeof command - used, "%s%s", i ? " " : "", argv[i]);
+    }
     for (int i = 1; i < argc; i++) {
         int kind = 0;
         if (strcmp(argv[i], "--to") == 0) o.to = parse_length(argv[++i]);
@@ -777,9 +784,9 @@ int main(int argc, char **argv)
            "tokens", "splits", "decode by", "decode", "bias", "lse", "precise", "bias", "lse",
            "one acc", "bias", "all", "format", "1 scale", "rope8", "both");
     if (o.csv)
-        fprintf(o.csv, "# %s; %s%s%s; relative rms of %d heads\n"
+        fprintf(o.csv, "# %s; %s%s%s; relative rms of %d heads\n# %s\n"
                        "against,what,distribution,tokens,splits,rms,bias,lse\n",
-                device_name, note, note[0] ? "; " : "", date, HEADS);
+                device_name, note, note[0] ? "; " : "", date, HEADS, command);
     for (int kind = 0; kind < DISTRIBUTIONS; kind++)
         for (size_t i = 0; i < sizeof kLengths / sizeof kLengths[0]; i++)
             if (kLengths[i] <= o.to && (o.chosen[kind] || !some))

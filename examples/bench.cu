@@ -1,5 +1,5 @@
-/* bench.cu - how fast snapmla decodes, beside what the GPU could do.  Every case is checked against
-   the CPU reference first, and a wrong answer gets no speed.
+/* bench.cu - how fast snapmla is, decode and the calls around it, beside what the GPU could do.
+   Every case is checked against the CPU reference first, and a wrong answer gets no speed.
 
        nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a examples/bench.cu -o bench
        ./bench                                          the headline preset, about half a minute
@@ -7,21 +7,22 @@
        ./bench --preset headline --check examples/charts/targets.csv
        ./bench --heads 16,64,128 --kv 4K,16K,128K --batch 32
 
-   Presets, in lists as well; `all` is all of them.
+   Presets, in lists as well; `all` is all of them, about two minutes.
        headline     16 to 128 heads, 512 requests of 1K to 8 of 128K tokens: 0.5M to 1M in all; then
                     64 requests of 16K in the precise mode, unless --mode is given
        latency      one request and four; the plan for many batch sizes; what a launch costs
        mtp          several query tokens: M = 256 and 512 with 128 heads, s_q 2 to 8 with 16
-       small        short requests, and batches that leave SMs idle
+       small        short requests, batches that leave SMs idle, and 126 requests of 1K with two of
+                    64K among them, beside 128 equal requests with as many tokens in all
        flaggems     640, 8192 and 33280 tokens, 1 to 128 requests, beside an H800's times of BF16
                     FlashMLA and of SnapMLA's own kernel, where they are known
        sustained    600 launches back to back without rest, 64 requests of 16K: what the power
                     limit leaves
-   The data flow (append, quantise, fetch, copies) is measured by examples/bench_dataflow.cu.
-
+       dataflow     bandwidth of quantize_q, append, fetch, copy_pages, import, 1 to 512K tokens;
+                    bench_dataflow.h says how
    Or a grid of lists; K and M mean 1024 and 1024 * 1024.
        --heads --s-q --batch --kv           lists; defaults 16,64,128; 1; 64; 16K
-   With both:
+   With all of them but dataflow:
        --page --mode --path                 lists; defaults 64; `default`; `auto`
                                             Modes: default, precise
        --split-tokens N     cut every request at multiples of N instead of balancing
@@ -29,15 +30,18 @@
        --varlen             lengths from a normal distribution round kv, deviation kv / 2
        --q bf16|planes      queries as BF16, which decode quantises (default), or quantised before
        --iters N            20 to 150 timed launches, default 30
-       --warm               no 200 ms of rest before each measurement
        --pool-gb X          size of the cache pool, default 12
+   With dataflow:
+       --tokens             list of powers of two up to 512K; default 512K,64K,512,32,1
+   With all:
+       --warm               no 200 ms of rest before each measurement
        --seed N             default: from the clock; printed
        --csv [FILE]         CSV to FILE beside the table, or to standard output in its place
        --json FILE          the same as JSON
        --check FILE         hold the rows to targets: see examples/charts/targets.csv
        --note TEXT          goes into the first line of all outputs, e.g. the commit
 
-   How it measures.  Keys are N(0,1), written by snapmla_append(); queries are N(0,1) and
+   How decode is measured.  Keys are N(0,1), written by snapmla_append(); queries are N(0,1) and
    softmax_scale is 576^-0.5, so that logits have deviation 1.  A case takes its pages from a pool
    far larger than the L2 cache, in random order, and goes on to the next pages at every launch, so
    that no page is still in L2 when its turn comes again.  Time is the median of event intervals
@@ -55,7 +59,11 @@
    the time in which the read ceiling would deliver 1152 bytes a token, by the time of decode: any
    kernel over a BF16 cache is slower by this factor at least; `error`: relative rms against the
    reference over sampled rows of a request, the worst of up to four requests.  A precise row ends
-   with its time by that of the default mode, where the same shape was timed in that before.
+   with its time by that of the default mode, where the same shape was timed in that before, a row
+   with two long requests with its time by that of the equal ones.  Columns of dataflow: GB/s of all
+   bytes of rows, planes and records, read and written; `copy`: that rate by the one of a copy of 576
+   MB, the faster of cudaMemcpyAsync() and a copy kernel; `same`: the time that a copy kernel takes
+   for as many bytes by the call's own.
 
    Expected output: three lines on the device and its ceilings, then a row a case.
    Exit code: 0 = all right, 1 = a wrong answer, a failed call or a row below a required target,
@@ -66,6 +74,7 @@
 #include "../snapmla_ref.h"
 
 #include "bench_util.h"
+#include "bench_dataflow.h"
 
 #include <limits.h>
 #include <stdarg.h>
@@ -74,17 +83,16 @@
 /* ================================================================================================
    constants and types
    ============================================================================================== */
-enum { LATENT = 512, ROPE = 64, DIM = LATENT + ROPE };
-enum { TOKEN_BYTES = LATENT + 4 + 2 * ROPE }; /* 644, what a cached token costs */
-enum { BF16_BYTES = 2 * DIM };                /* 1152, what it costs in BF16 */
-enum { MAX_LIST = 16, MAX_SHAPES = 4096, MAX_TARGETS = 64, MAX_FIELDS = 40 };
+enum { BF16_BYTES = 2 * DIM }; /* 1152, what a cached token costs in BF16 */
+enum { MAX_LIST = 16, MAX_SHAPES = 4096, MAX_TARGETS = 64 };
+enum { LONG_REQUESTS = 2 };
 enum { B2B_CALLS = 200, SUSTAINED_CALLS = 600 };
 enum { CHECK_REQUESTS = 4, CHECK_ROWS = 16 }; /* sampled, and query rows of each, at most */
 enum { CHECK_TOKENS = 1 << 19 };              /* rows * tokens that a check costs, 0.2 to 1 s */
 
 /* What design and tests allow at logit deviation 1 and values of mean 0: P is rounded to e4m3. */
 static const double kMaxError = 3.2e-2, kMaxLseError = 2e-3;
-static const double kMaxPreciseError = 3e-3, kMaxPreciseLseError = 1e-3; /* it is not in that mode */
+static const double kMaxPreciseError = 3e-3, kMaxPreciseLseError = 1e-3; /* not in this mode */
 
 typedef struct name_value {
     const char *name;
@@ -107,13 +115,13 @@ typedef struct int_list {
 
 typedef enum preset {
     PRESET_GRID, PRESET_HEADLINE, PRESET_LATENCY, PRESET_MTP, PRESET_SMALL, PRESET_FLAGGEMS,
-    PRESET_SUSTAINED, PRESET_ALL, PRESET_DATAFLOW
+    PRESET_SUSTAINED, PRESET_DATAFLOW, PRESET_ALL
 } preset;
 
 static const name_value kPresets[] = {
     {"grid", PRESET_GRID},         {"headline", PRESET_HEADLINE}, {"latency", PRESET_LATENCY},
     {"mtp", PRESET_MTP},           {"small", PRESET_SMALL},       {"flaggems", PRESET_FLAGGEMS},
-    {"sustained", PRESET_SUSTAINED}, {"all", PRESET_ALL},         {"dataflow", PRESET_DATAFLOW},
+    {"sustained", PRESET_SUSTAINED}, {"dataflow", PRESET_DATAFLOW}, {"all", PRESET_ALL},
     {NULL, 0},
 };
 
@@ -121,18 +129,22 @@ typedef struct shape {
     int heads, s_q, batch, kv;
     preset from;
     int precise; /* in that mode alone, whatever --mode says */
+    int long_kv; /* of LONG_REQUESTS of the batch; 0: all have kv tokens */
 } shape;
 
-/* Microseconds of kernels on an H800, as others measured them; README names the source. */
+/* Microseconds of kernels on an H800, as others measured them: those of
+   examples/charts/peers_h800.csv, which names the source. */
 typedef struct h800 {
     int heads, batch, kv;
     double bf16, snapmla;
 } h800;
 
 static const h800 kH800[] = {
-    {128, 1, 640, 13.9, 23.4},  {128, 16, 640, 22.1, 27.1}, {128, 64, 640, 34.5, 31.8},
-    {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9}, {64, 4, 8192, 31.1, 41.5},
-    {64, 8, 8192, 50.8, 45.3},  {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9},
+    {128, 1, 640, 13.9, 23.4}, {128, 2, 640, 14.0, 23.1}, {128, 4, 640, 15.8, 24.2},
+    {128, 8, 640, 17.5, 24.3}, {128, 16, 640, 22.1, 27.1}, {128, 32, 640, 36.1, 36.1},
+    {128, 64, 640, 34.5, 31.8}, {128, 128, 640, 65.3, 56.5}, {64, 1, 8192, 27.8, 37.9},
+    {64, 2, 8192, 26.9, 39.2}, {64, 4, 8192, 31.1, 41.5}, {64, 8, 8192, 50.8, 45.3},
+    {64, 16, 8192, 79.1, 57.5}, {64, 32, 8192, 129.3, 86.9},
 };
 
 /* What rows of such shapes have to reach: at least or at most so much in the column `metric`. */
@@ -143,12 +155,12 @@ typedef struct target {
     int met, missed;
 } target;
 
-/* A time in the default mode, for the precise mode to be compared with. */
-typedef struct default_time {
+/* A time for others to be compared with. */
+typedef struct known_time {
     shape size;
-    int page, path;
+    int page, path, mode;
     double us;
-} default_time;
+} known_time;
 
 typedef struct options {
     int cases;
@@ -161,21 +173,34 @@ typedef struct options {
     const char *csv_name, *json_name, *note;
     FILE *table, *csv, *json;
     int records; /* written to csv and json so far */
-    int default_times;
-    default_time default_time[MAX_SHAPES];
+    int done, cases_in_all; /* of the line that shows progress */
+    int dataflow;
+    int_list tokens; /* of dataflow */
+    int known_times;
+    known_time known_time[MAX_SHAPES];
     int targets;
     target target[MAX_TARGETS];
     char command[1024];
 } options;
 
-/* One row of the CSV. */
+/* Columns of the CSV and keys of the JSON.  Rows of decode leave those of dataflow empty, and the
+   other way round. */
+static const char *const kColumns[] = {
+    "preset", "heads", "s_q", "m", "batch", "kv", "tokens", "page", "path", "mode", "causal",
+    "split_tokens", "clocks", "decode_us", "decode_min_us", "b2b_us", "plan_us", "tflops",
+    "tb_per_s", "bound", "ceiling_share", "bf16_ratio", "default_ratio", "read_gb_per_s",
+    "copy_gb_per_s", "fp8_tflops", "h800_bf16_us", "h800_snapmla_us", "rms", "lse_error",
+    "rows_checked", "long_requests", "long_kv", "balanced_ratio", "call", "call_us", "gb_per_s",
+    "copy_share", "same_copy_share",
+};
+enum { COLUMNS = sizeof kColumns / sizeof kColumns[0] };
+
+/* One row of the CSV: a cell a column. */
 typedef struct record {
-    int n;
     struct {
-        const char *name;
-        char text[48]; /* empty: unknown */
+        char text[48]; /* empty: none */
         int quoted;
-    } field[MAX_FIELDS];
+    } cell[COLUMNS];
 } record;
 
 /* All of the cache, shared by all cases; a case sees it in pages of its own size. */
@@ -324,6 +349,12 @@ static int32_t random_length(const shape *s)
     return (int32_t)fmax(s->s_q, fmin(len, 2.0 * s->kv));
 }
 
+/* One of the two in the middle of the batch, the other at its end, where every check looks. */
+static int is_long(const shape *s, int b)
+{
+    return b == s->batch / 3 || b == s->batch - 1;
+}
+
 /* Queries quantised once, before anything is timed. */
 static void quantize_q(snapmla_decode_desc *d, const shape *s, const uint16_t *q)
 {
@@ -349,6 +380,7 @@ static run start_run(const options *o, const pool *p, const shape *s, int page, 
     r.lens = (int32_t *)host_alloc((size_t)s->batch * sizeof(int32_t));
     for (int b = 0; b < s->batch; b++) {
         r.lens[b] = o->varlen ? random_length(s) : s->kv;
+        if (s->long_kv && is_long(s, b)) r.lens[b] = s->long_kv;
         r.tokens += r.lens[b];
         if (r.lens[b] > max_len) max_len = r.lens[b];
     }
@@ -561,6 +593,17 @@ static accuracy check_run(run *r, const pool *p)
    report
    ============================================================================================== */
 
+/* --note may hold any characters. */
+static void json_string(FILE *f, const char *before, const char *name, const char *text)
+{
+    fprintf(f, "%s\"%s\": \"", before, name);
+    for (const char *c = text; *c; c++) {
+        if ((unsigned char)*c < ' ') fprintf(f, "\\u%04x", *c);
+        else fprintf(f, "%s%c", *c == '"' || *c == '\\' ? "\\" : "", *c);
+    }
+    fputc('"', f);
+}
+
 /* The device, how it is measured and its ceilings: lines of the table, comments in the CSV. */
 static void report_header(const options *o, const pool *p, const ceilings *top)
 {
@@ -598,77 +641,98 @@ static void report_header(const options *o, const pool *p, const ceilings *top)
     for (int i = 0; i < 2; i++)
         if (files[i] != NULL)
             fprintf(files[i], "# %s\n# %s; %s\n# %s\n", first, second, o->command, third);
-    if (o->table != NULL)
+    if (o->table != NULL && o->cases > 0)
         fprintf(o->table, "%5s %3s %5s %5s %7s %4s %-8s %-8s %9s %7s %6s %6s %6s %8s %6s  %s\n",
                 "heads", "s_q", "M", "batch", "kv", "page", "path", "mode", "decode us", "b2b",
                 "plan", "TF", "TB/s", "ceiling", "/BF16", "error");
-    if (o->json != NULL)
-        fprintf(o->json,
-                "{\"device\": \"%s\",\n \"method\": \"%s\",\n \"ceilings\": \"%s\",\n"
-                " \"rows\": [", first, second, third);
+    if (o->json != NULL) {
+        json_string(o->json, "{", "device", first);
+        json_string(o->json, ",\n ", "method", second);
+        json_string(o->json, ",\n ", "command", o->command);
+        json_string(o->json, ",\n ", "ceilings", third);
+        fprintf(o->json, ",\n \"rows\": [");
+    }
+}
+
+static int column_of(const char *name)
+{
+    int i = 0;
+    while (i < COLUMNS && strcmp(kColumns[i], name) != 0) i++;
+    return i;
 }
 
 static void put(record *r, int quoted, const char *name, const char *format, ...)
 {
+    const int i = column_of(name);
     va_list args;
-    require(r->n < MAX_FIELDS, "record", "too many fields");
-    r->field[r->n].name = name;
-    r->field[r->n].quoted = quoted;
+    require(i < COLUMNS, name, "no such column");
+    r->cell[i].quoted = quoted;
     va_start(args, format);
-    vsnprintf(r->field[r->n].text, sizeof r->field[r->n].text, format, args);
+    vsnprintf(r->cell[i].text, sizeof r->cell[i].text, format, args);
     va_end(args);
-    r->n++;
 }
 
 /* A number, or nothing where there is none. */
 static void put_number(record *r, const char *name, const char *format, double x)
 {
     if (x > 0) put(r, 0, name, format, x);
-    else put(r, 0, name, "%s", "");
 }
 
 static void write_record(options *o, const record *r)
 {
-    for (int i = 0; i < r->n && o->csv != NULL && o->records == 0; i++)
-        fprintf(o->csv, "%s%s", r->field[i].name, i + 1 < r->n ? "," : "\n");
-    for (int i = 0; i < r->n && o->csv != NULL; i++)
-        fprintf(o->csv, "%s%s", r->field[i].text, i + 1 < r->n ? "," : "\n");
+    for (int i = 0; i < COLUMNS && o->csv != NULL && o->records == 0; i++)
+        fprintf(o->csv, "%s%s", kColumns[i], i + 1 < COLUMNS ? "," : "\n");
+    for (int i = 0; i < COLUMNS && o->csv != NULL; i++)
+        fprintf(o->csv, "%s%s", r->cell[i].text, i + 1 < COLUMNS ? "," : "\n");
     if (o->csv != NULL) fflush(o->csv);
     if (o->json != NULL) {
         fprintf(o->json, "%s\n  {", o->records ? "," : "");
-        for (int i = 0; i < r->n; i++) {
-            const char *quote = r->field[i].quoted ? "\"" : "", *text = r->field[i].text;
-            fprintf(o->json, "%s\"%s\": %s%s%s", i ? ", " : "", r->field[i].name, quote,
-                    text[0] || r->field[i].quoted ? text : "null", quote);
+        for (int i = 0; i < COLUMNS; i++) {
+            const char *quote = r->cell[i].quoted ? "\"" : "", *text = r->cell[i].text;
+            fprintf(o->json, "%s\"%s\": %s%s%s", i ? ", " : "", kColumns[i], quote,
+                    text[0] ? text : "null", quote);
         }
         fprintf(o->json, "}");
     }
     o->records++;
 }
 
-/* What a row has in a column, NaN where it has nothing. */
-static double value_of(const record *r, const char *name)
+/* What a row has in a column, which must be there. */
+static const char *text_of(const record *r, const char *name)
 {
-    for (int i = 0; i < r->n; i++)
-        if (strcmp(r->field[i].name, name) == 0 && r->field[i].text[0] != 0)
-            return atof(r->field[i].text);
-    return NAN;
+    const int i = column_of(name);
+    require(i < COLUMNS, name, "no such column");
+    return r->cell[i].text;
 }
 
-/* Holds a row to the targets for its shape, and says on the table where it falls short.  Rows of
-   the precise mode have one metric of their own, `default_ratio`, and no other. */
-static void check_targets(options *o, const record *r, int precise)
+/* NaN where it has nothing. */
+static double value_of(const record *r, const char *name)
+{
+    return text_of(r, name)[0] ? atof(text_of(r, name)) : NAN;
+}
+
+/* A target is for rows that have its metric and lie within its bounds; where there are none, a row
+   needs not have what is bounded.  Rows of the precise mode are held to `default_ratio` alone. */
+static int is_for(const target *t, const record *r)
 {
     static const char *const names[4] = {"m", "kv", "batch", "tokens"};
+    const int precise = strcmp(text_of(r, "mode"), "precise") == 0;
+    if (text_of(r, t->metric)[0] == 0) return 0;
+    if (precise != (strcmp(t->metric, "default_ratio") == 0)) return 0;
+    for (int k = 0; k < 4; k++) {
+        const double x = value_of(r, names[k]);
+        if (t->from[k] <= 0 && t->to[k] == HUGE_VAL) continue;
+        if (!(x >= t->from[k] && x <= t->to[k])) return 0;
+    }
+    return 1;
+}
+
+/* Holds a row to the targets that are for it, and says on the table where it falls short. */
+static void check_targets(options *o, const record *r)
+{
     for (int i = 0; i < o->targets; i++) {
         target *t = &o->target[i];
-        int applies = precise == (strcmp(t->metric, "default_ratio") == 0);
-        if (precise && isnan(value_of(r, t->metric))) applies = 0; /* nothing to compare with */
-        for (int k = 0; k < 4; k++) {
-            const double x = value_of(r, names[k]);
-            applies = applies && x >= t->from[k] && x <= t->to[k];
-        }
-        if (!applies) continue;
+        if (!is_for(t, r)) continue;
         const double x = value_of(r, t->metric);
         const int ok = (isnan(t->at_least) || x >= t->at_least)
                     && (isnan(t->at_most) || x <= t->at_most);
@@ -681,22 +745,21 @@ static void check_targets(options *o, const record *r, int precise)
     }
 }
 
-static void remember_default(options *o, const run *r, double us)
+static void remember_time(options *o, const run *r, double us)
 {
-    if (r->d.step.mode != SNAPMLA_MODE_DEFAULT || r->size.from == PRESET_SUSTAINED) return;
-    if (o->default_times == MAX_SHAPES) return;
-    const default_time t = {r->size, r->page, r->d.step.path, us};
-    o->default_time[o->default_times++] = t;
+    if (r->size.from == PRESET_SUSTAINED || o->known_times == MAX_SHAPES) return;
+    const known_time t = {r->size, r->page, r->d.step.path, r->d.step.mode, us};
+    o->known_time[o->known_times++] = t;
 }
 
-/* 0: not measured. */
-static double default_us(const options *o, const run *r)
+/* The time of a run with other lengths or in another mode; 0: not measured. */
+static double known_us(const options *o, const run *r, int kv, int long_kv, int mode)
 {
-    for (int i = o->default_times - 1; i >= 0; i--) {
-        const default_time *t = &o->default_time[i];
+    for (int i = o->known_times - 1; i >= 0; i--) {
+        const known_time *t = &o->known_time[i];
         if (t->size.heads == r->size.heads && t->size.s_q == r->size.s_q
-            && t->size.batch == r->size.batch && t->size.kv == r->size.kv && t->page == r->page
-            && t->path == r->d.step.path)
+            && t->size.batch == r->size.batch && t->size.kv == kv && t->size.long_kv == long_kv
+            && t->page == r->page && t->path == r->d.step.path && t->mode == mode)
             return t->us;
     }
     return 0;
@@ -705,7 +768,8 @@ static double default_us(const options *o, const run *r)
 /* What the ceilings and others' kernels say about a time. */
 typedef struct comparison {
     double tf, tb, floor_us, of_ceiling, of_bf16, h800_bf16, h800_snapmla;
-    double of_default; /* by the time of the default mode; 0 = none to compare with */
+    double of_default;  /* by the time of the default mode; 0 = none to compare with */
+    double of_balanced; /* by the time of equal requests with as many tokens; 0 = likewise */
     char bound; /* m = memory, t = tensor cores */
 } comparison;
 
@@ -727,8 +791,11 @@ static comparison compare(const options *o, const run *r, double us, const ceili
     for (size_t i = 0; i < sizeof kH800 / sizeof kH800[0] && s->from == PRESET_FLAGGEMS; i++)
         if (kH800[i].heads == s->heads && kH800[i].batch == s->batch && kH800[i].kv == s->kv)
             c.h800_bf16 = kH800[i].bf16, c.h800_snapmla = kH800[i].snapmla;
-    if (r->d.step.mode == SNAPMLA_MODE_PRECISE && default_us(o, r) > 0)
-        c.of_default = us / default_us(o, r);
+    const int mode = r->d.step.mode, equal_kv = (int)(r->tokens / s->batch);
+    const double default_us = known_us(o, r, s->kv, s->long_kv, SNAPMLA_MODE_DEFAULT);
+    const double equal_us = known_us(o, r, equal_kv, 0, mode);
+    if (mode == SNAPMLA_MODE_PRECISE && default_us > 0) c.of_default = us / default_us;
+    if (s->long_kv && equal_us > 0) c.of_balanced = us / equal_us;
     return c;
 }
 
@@ -754,16 +821,19 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         fprintf(o->table, "%5d %3d %5d %5d %7d %4d %-8s %-8s ", s->heads, s->s_q, m, s->batch,
                 s->kv, r->page, path, mode);
         if (a->ok) {
-            char b2b[16] = "-", h800[64] = "", by_default[32] = "";
+            char b2b[16] = "-", h800[64] = "", by_default[32] = "", by_equal[80] = "";
             if (t->b2b_us > 0) snprintf(b2b, sizeof b2b, "%.1f", t->b2b_us);
             if (c.h800_bf16 > 0)
                 snprintf(h800, sizeof h800, "  H800: BF16 %.1f, SnapMLA %.1f us", c.h800_bf16,
                          c.h800_snapmla);
             if (c.of_default > 0)
                 snprintf(by_default, sizeof by_default, "  default x %.2f", c.of_default);
-            fprintf(o->table, "%9.1f %7s %6.1f %6.0f %6.3f %5.0f%% %c %5.2fx  %.1e%s%s%s\n",
+            if (s->long_kv)
+                snprintf(by_equal, sizeof by_equal, "  %d of them have %d: equal ones x %.2f",
+                         LONG_REQUESTS, s->long_kv, c.of_balanced);
+            fprintf(o->table, "%9.1f %7s %6.1f %6.0f %6.3f %5.0f%% %c %5.2fx  %.1e%s%s%s%s\n",
                     t->decode.median_us, b2b, t->plan.median_us, c.tf, c.tb, 100 * c.of_ceiling,
-                    c.bound, c.of_bf16, a->rms, by_default, h800,
+                    c.bound, c.of_bf16, a->rms, by_default, by_equal, h800,
                     t->decode.queued && t->plan.queued ? "" : "  (launches did not queue)");
         } else {
             fprintf(o->table,
@@ -773,7 +843,7 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         }
     }
     if (a->ok) {
-        remember_default(o, r, t->decode.median_us);
+        remember_time(o, r, t->decode.median_us);
         record row = {};
         put(&row, 1, "preset", "%s", name_of(kPresets, s->from));
         put(&row, 0, "heads", "%d", s->heads);
@@ -806,9 +876,11 @@ static void report_run(options *o, const run *r, const accuracy *a, const times 
         put(&row, 0, "rms", "%.3e", a->rms);
         put(&row, 0, "lse_error", "%.3e", a->lse);
         put(&row, 0, "rows_checked", "%d", a->rows);
+        put_number(&row, "long_requests", "%.0f", s->long_kv ? LONG_REQUESTS : 0);
+        put_number(&row, "long_kv", "%.0f", s->long_kv);
+        put_number(&row, "balanced_ratio", "%.4f", c.of_balanced);
         write_record(o, &row);
-        if (strcmp(t->how, "rested") == 0) /* they are for full clocks */
-            check_targets(o, &row, precise);
+        if (strcmp(t->how, "rested") == 0) check_targets(o, &row); /* they are for full clocks */
     }
     if (o->table != NULL) fflush(o->table);
 }
@@ -834,14 +906,21 @@ static int targets_reached(const options *o)
 }
 
 /* A line on a terminal that the next output takes back. */
-static void progress(int done, int all, const shape *s)
+static void progress(options *o, const char *format, ...)
 {
+    va_list args;
+    o->done++;
     if (!isatty(2)) return;
-    if (s == NULL) fprintf(stderr, "\r%60s\r", "");
-    else
-        fprintf(stderr, "\r[%d/%d] %d heads, %d x %d tokens ", done, all, s->heads, s->batch,
-                s->kv);
+    fprintf(stderr, "\r[%d/%d] ", o->done, o->cases_in_all);
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
     fflush(stderr);
+}
+
+static void progress_ends(void)
+{
+    if (isatty(2)) fprintf(stderr, "\r%70s\r", "");
 }
 
 /* 1 when the answer was right. */
@@ -868,7 +947,7 @@ static int bench_case(options *o, const pool *p, const shape *s, int page, int m
         if (s->from == PRESET_LATENCY || s->from == PRESET_FLAGGEMS)
             t.b2b_us = measure(call_decode, &r, &how).median_us;
     }
-    progress(0, 0, NULL);
+    progress_ends();
     report_run(o, &r, &a, &t, top);
     end_run(&r);
     return a.ok;
@@ -881,7 +960,7 @@ static int bench_case(options *o, const pool *p, const shape *s, int page, int m
 /* One block of tokens: what a launch costs.  1 when the answer was right. */
 static int block_row(const options *o, const pool *p, int heads, int max_seq_len)
 {
-    const shape s = {heads, 1, 1, 64, PRESET_LATENCY, 0};
+    const shape s = {heads, 1, 1, 64, PRESET_LATENCY, 0, 0};
     method row = o->how;
     run r = start_run(o, p, &s, 64, SNAPMLA_MODE_DEFAULT, o->path.v[0]);
     r.d.step.max_seq_len = max_seq_len; /* 0: not told to the library */
@@ -946,6 +1025,94 @@ static int bench_fixed_cost(const options *o, const pool *p)
 }
 
 /* ================================================================================================
+   the dataflow preset
+   ============================================================================================== */
+static int flow_sizes(const options *o, const flow *f, int64_t *sizes)
+{
+    int count = 0;
+    for (int i = 0; i < o->tokens.n; i++) {
+        const int64_t n = o->tokens.v[i] < f->least ? f->least : o->tokens.v[i];
+        int known = 0;
+        for (int k = 0; k < count; k++) known |= sizes[k] == n;
+        if (!known) sizes[count++] = n;
+    }
+    return count;
+}
+
+/* 1 when the answer was right. */
+static int bench_flow(options *o, const flow *f, int64_t n, double copy)
+{
+    progress(o, "%s, %lld tokens ", f->name, (long long)n);
+    const flow_row row = flow_measure(f, n, &o->how);
+    const double rate = (double)n * f->bytes / (row.us * 1e-6);
+    const int queued = row.us > 0 && row.like_us > 0;
+    progress_ends();
+    if (o->table != NULL) {
+        fprintf(o->table, "%-29s %7lld ", f->name, (long long)n);
+        if (row.wrong >= 0)
+            fprintf(o->table, "WRONG: token %lld\n", (long long)row.wrong);
+        else if (!queued)
+            fprintf(o->table, "        - (launches did not queue)\n");
+        else
+            fprintf(o->table, "%9.2f %7.0f %5.0f%% %5.0f%%\n", row.us, rate * 1e-9,
+                    100 * rate / copy, 100 * row.like_us / row.us);
+        fflush(o->table);
+    }
+    if (row.wrong >= 0) return 0;
+    if (!queued) return 1; /* not wrong, but there is no time to tell */
+
+    record r = {};
+    put(&r, 1, "preset", "%s", name_of(kPresets, PRESET_DATAFLOW));
+    put(&r, 0, "tokens", "%lld", (long long)n);
+    put(&r, 0, "page", "%d", PAGE);
+    put(&r, 1, "clocks", "%s", o->how.rested ? "rested" : "warm");
+    put(&r, 0, "copy_gb_per_s", "%.1f", copy * 1e-9);
+    put(&r, 1, "call", "%s", f->name);
+    put(&r, 0, "call_us", "%.3f", row.us);
+    put(&r, 0, "gb_per_s", "%.1f", rate * 1e-9);
+    put(&r, 0, "copy_share", "%.4f", rate / copy);
+    put(&r, 0, "same_copy_share", "%.4f", row.like_us / row.us);
+    write_record(o, &r);
+    if (o->how.rested) check_targets(o, &r);
+    return 1;
+}
+
+/* Returns the number of wrong answers. */
+static int bench_dataflow(options *o)
+{
+    int64_t sizes[MAX_LIST];
+    int wrong = 0;
+    flow_start();
+    const flow_ceiling copy = flow_copy_ceiling(&o->how);
+    FILE *files[] = {o->table, o->csv};
+    for (int i = 0; i < 2; i++)
+        if (files[i] != NULL)
+            fprintf(files[i],
+                    "# dataflow: copy of %d MB by a kernel %.0f, by cudaMemcpyAsync() %.0f GB/s, "
+                    "read + written\n",
+                    MOST * DIM * 2 >> 20, copy.kernel * 1e-9, copy.runtime * 1e-9);
+    if (o->table != NULL)
+        fprintf(o->table, "%-29s %7s %9s %7s %6s %6s\n", "call", "tokens", "us", "GB/s", "copy",
+                "same");
+    for (size_t i = 0; i < sizeof kFlows / sizeof kFlows[0]; i++) {
+        const int count = flow_sizes(o, &kFlows[i], sizes);
+        for (int k = 0; k < count; k++)
+            wrong += !bench_flow(o, &kFlows[i], sizes[k], fmax(copy.kernel, copy.runtime));
+    }
+    flow_end();
+    return wrong;
+}
+
+static int flow_cases(const options *o)
+{
+    int64_t sizes[MAX_LIST];
+    int cases = 0;
+    for (size_t i = 0; i < sizeof kFlows / sizeof kFlows[0] && o->dataflow; i++)
+        cases += flow_sizes(o, &kFlows[i], sizes);
+    return cases;
+}
+
+/* ================================================================================================
    arguments
    ============================================================================================== */
 static void usage(const char *flag, const char *why)
@@ -1005,7 +1172,7 @@ static int_list one(int value)
 
 static void add_case(options *o, preset from, int heads, int s_q, int batch, int kv)
 {
-    const shape s = {heads, s_q, batch, kv, from, 0};
+    const shape s = {heads, s_q, batch, kv, from, 0, 0};
     if (kv < s_q) usage("--kv", "smaller than --s-q");
     if (o->cases == MAX_SHAPES) usage("grid", "too many cases");
     o->shapes[o->cases++] = s;
@@ -1059,6 +1226,11 @@ static void add_preset(options *o, int which)
             add_case(o, p, heads, 1, 64, 4096);
             add_case(o, p, heads, 1, 4, 32768);
         }
+        for (int heads = 16; heads <= 128; heads *= 8) { /* 126 * 1024 + 2 * 65536 = 128 * 2032 */
+            add_case(o, p, heads, 1, 128, 2032);
+            add_case(o, p, heads, 1, 128, 1024);
+            o->shapes[o->cases - 1].long_kv = 65536;
+        }
         break;
     case PRESET_FLAGGEMS:
         for (int batch = 1; batch <= 128; batch *= 2) add_case(o, p, 128, 1, batch, 640);
@@ -1073,7 +1245,7 @@ static void add_preset(options *o, int which)
     case PRESET_ALL:
         for (int i = PRESET_HEADLINE; i < PRESET_ALL; i++) add_preset(o, i);
         break;
-    case PRESET_DATAFLOW: usage("--preset dataflow", "is the program bench_dataflow"); break;
+    case PRESET_DATAFLOW: o->dataflow = 1; break;
     case PRESET_GRID: usage("--preset grid", "is made by --heads, --s-q, --batch, --kv"); break;
     }
 }
@@ -1097,6 +1269,7 @@ static void read_targets(options *o, const char *name)
             c = c[length] == ',' ? c + length + 1 : NULL;
         }
         if (n != 13) usage(name, "a line has not 13 cells");
+        if (column_of(cell[9]) == COLUMNS) usage(cell[9], "is no column that a target can hold");
         if (o->targets == MAX_TARGETS) usage(name, "too many targets");
         target *t = &o->target[o->targets++];
         snprintf(t->level, sizeof t->level, "%.15s", cell[0]);
@@ -1120,7 +1293,9 @@ static void parse(options *o, int argc, char **argv)
 {
     int_list heads = {3, {16, 64, 128}}, s_q = one(1), batch = one(64), kv = one(16384);
     int_list presets = {};
-    int grid = 0;
+    const int_list sizes = {5, {MOST, 65536, 512, 32, 1}};
+    int grid = 0, tokens_given = 0;
+    o->tokens = sizes;
     o->page = one(64);
     o->mode = one(SNAPMLA_MODE_DEFAULT);
     o->path = one(SNAPMLA_PATH_AUTO);
@@ -1160,6 +1335,8 @@ static void parse(options *o, int argc, char **argv)
         else if (strcmp(flag, "--batch") == 0) batch = parse_ints(flag, value, 1), grid = 1;
         else if (strcmp(flag, "--kv") == 0) kv = parse_ints(flag, value, 1), grid = 1;
         else if (strcmp(flag, "--preset") == 0) presets = parse_names(flag, value, kPresets);
+        else if (strcmp(flag, "--tokens") == 0)
+            o->tokens = parse_ints(flag, value, 1), tokens_given = 1;
         else if (strcmp(flag, "--json") == 0) o->json_name = value;
         else if (strcmp(flag, "--check") == 0) read_targets(o, value);
         else if (strcmp(flag, "--note") == 0) o->note = value;
@@ -1182,10 +1359,14 @@ static void parse(options *o, int argc, char **argv)
     for (int i = 0; i < o->page.n; i++)
         if (o->page.v[i] > 1024 || (o->page.v[i] & (o->page.v[i] - 1)) != 0)
             usage("--page", "not a power of two up to 1024");
+    for (int i = 0; i < o->tokens.n; i++)
+        if (o->tokens.v[i] > MOST || (o->tokens.v[i] & (o->tokens.v[i] - 1)) != 0)
+            usage("--tokens", "not a power of two up to 512K");
     if (grid && presets.n > 0) usage("--preset", "does not go with --heads, --s-q, --batch, --kv");
     for (int i = 0; i < presets.n; i++) add_preset(o, presets.v[i]);
     if (grid) add_grid(o, &heads, &s_q, &batch, &kv);
     else if (presets.n == 0) add_preset(o, PRESET_HEADLINE);
+    if (tokens_given && !o->dataflow) usage("--tokens", "is for --preset dataflow");
 }
 
 static FILE *open_output(const char *name)
@@ -1217,9 +1398,10 @@ int main(int argc, char **argv)
     report_header(&o, &p, &rested);
 
     const int_list precise = one(SNAPMLA_MODE_PRECISE);
-    int wrong = 0, fixed_cost = 0, done = 0, all = 0;
+    int wrong = 0, fixed_cost = 0;
+    o.cases_in_all = flow_cases(&o);
     for (int i = 0; i < o.cases; i++)
-        all += o.page.n * (o.shapes[i].precise ? 1 : o.mode.n) * o.path.n;
+        o.cases_in_all += o.page.n * (o.shapes[i].precise ? 1 : o.mode.n) * o.path.n;
     for (int i = 0; i < o.cases; i++) {
         const shape *s = &o.shapes[i];
         const int_list *modes = s->precise ? &precise : &o.mode;
@@ -1236,13 +1418,17 @@ int main(int argc, char **argv)
         for (int page = 0; page < o.page.n; page++)
             for (int mode = 0; mode < modes->n; mode++)
                 for (int path = 0; path < o.path.n; path++) {
-                    progress(++done, all, s);
+                    progress(&o, "%d heads, %d x %d tokens ", s->heads, s->batch, s->kv);
                     wrong += !bench_case(&o, &p, s, o.page.v[page], modes->v[mode], o.path.v[path],
                                          top);
                 }
         fixed_cost |= s->from == PRESET_LATENCY;
     }
     if (fixed_cost) wrong += bench_fixed_cost(&o, &p);
+    CUDA(cudaFree(p.content));
+    CUDA(cudaFree(p.scale));
+    CUDA(cudaFree(p.rope));
+    if (o.dataflow) wrong += bench_dataflow(&o);
     if (wrong) fprintf(stderr, "bench: %d wrong\n", wrong);
     const int reached = targets_reached(&o);
     if (o.csv != NULL && o.csv != stdout) fclose(o.csv);
@@ -1250,8 +1436,5 @@ int main(int argc, char **argv)
         fprintf(o.json, "\n ]}\n");
         fclose(o.json);
     }
-    CUDA(cudaFree(p.content));
-    CUDA(cudaFree(p.scale));
-    CUDA(cudaFree(p.rope));
     return wrong || !reached ? 1 : 0;
 }

@@ -19,6 +19,8 @@
 #include <string.h>
 #include <time.h>
 
+enum { LATENT = 512, ROPE = 64, DIM = LATENT + ROPE };
+enum { TOKEN_BYTES = LATENT + 4 + 2 * ROPE }; /* 644, what a cached token costs */
 enum { CHUNK = 32768 };                   /* bytes of a piece that the read ceiling reads */
 enum { WARM_UPS = 6, MAX_ITERS = 150 };   /* 150: a stream still takes them without waiting */
 

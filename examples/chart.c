@@ -139,7 +139,7 @@ static void draw_error(svg_chart *c, const csv *t, const char *distribution)
         int splits, colour, dashed;
     } line[] = {
         {"quantised", "one accumulator", "one FP8 accumulator, 1 split", 1, 1, 0},
-        {"quantised", "one accumulator", "the same, 16 splits", 16, 3, 0},
+        {"quantised", "one accumulator", "one FP8 acc., 16 splits", 16, 3, 0},
         {"quantised", "general", "general path, 1 split", 1, 2, 0},
         {"quantised", "sm90", "snapmla, 1 split", 1, 0, 0},
         {"quantised", "emulated", "snapmla, 1 split, emulated", 1, 0, 0},

@@ -134,7 +134,7 @@ static void svg_grid(FILE *f, const svg_chart *c)
     for (int i = 0; i < c->ticks; i++) {
         const double x = svg_x(c, c->tick[i]);
         int room = 1; /* beside the texts of the ticks before */
-        for (int k = 0; k < i; k++) room = room && fabs(svg_x(c, c->tick[k]) - x) >= 36;
+        for (int k = 0; k < i; k++) room = room && fabs(svg_x(c, c->tick[k]) - x) >= 30;
         fprintf(f, "<path class=\"grid\" d=\"M%.1f %dV%d\"/>\n", x, SVG_TOP, SVG_BOTTOM + 5);
         if (room) svg_text(f, x, SVG_BOTTOM + 20, "x", c->tick_text[i]);
     }

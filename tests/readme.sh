@@ -48,6 +48,9 @@ bad 'an error of the precise mode that README does not show' tables README.md "$
 good 'another time in speed.csv' seeded_charts speed.csv \
     '/^headline,128,1,128,64,16384/s/rested,[0-9.]*/rested,999/'
 bad 'a time that README does not show' tables README.md "$tmp/charts"
+good 'another bandwidth in speed.csv' seeded_charts speed.csv \
+    '/^dataflow,.*,fetch by slots,/s/,0\.[0-9]*,\([0-9.]*\)$/,0.5555,\1/'
+bad 'a bandwidth that README does not show' tables README.md "$tmp/charts"
 
 chart_is_current() { # KIND CSV SVG
     build/chart "$1" "$2" "$tmp/chart.svg" && cmp "$tmp/chart.svg" "$3"
@@ -86,6 +89,17 @@ good 'a row of the precise mode' precise_row "$tmp/precise.csv"
 rm -rf "$tmp/charts" && cp -r $charts "$tmp/charts" && cp "$tmp/precise.csv" "$tmp/charts/speed.csv"
 bad 'a time of the precise mode that README does not show' tables README.md "$tmp/charts"
 good 'speed.svg without the precise mode' chart_is_current speed "$tmp/precise.csv" $charts/speed.svg
+
+# What bench prints beside its rows of `flaggems` is the table of README.
+h800_agree() { # BENCH
+    sed -n 's/^\([0-9]*\),1,\([0-9]*\),\([0-9]*\),\([0-9.]*\),\([0-9.]*\)$/{\1, \2, \3, \4, \5}/p' \
+        $charts/peers_h800.csv >"$tmp/csv"
+    sed -n '/ kH800\[\] = {/,/^};/p' "$1" | grep -oE '\{[0-9., ]+\}' >"$tmp/bench"
+    [ "$(wc -l <"$tmp/csv")" -ge 9 ] && diff "$tmp/csv" "$tmp/bench"
+}
+good 'bench.cu: times of an H800 as in peers_h800.csv' h800_agree examples/bench.cu
+sed 's/{128, 1, 640, 13\.9/{128, 1, 640, 14.9/' examples/bench.cu >"$tmp/bench.cu"
+bad 'another time of an H800' h800_agree "$tmp/bench.cu"
 
 # Targets: a level, ranges, one metric that bench writes, a number to hold it to.
 targets_make_sense() { # TARGETS

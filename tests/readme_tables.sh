@@ -24,16 +24,17 @@ awk_common='
     function shape() { return at["heads"] "/" at["s_q"] "/" at["batch"] "/" at["kv"] }
     function us(x) { return x == "" ? "" : sprintf(x < 100 ? "%.1f" : "%.0f", x) }
     FNR == 1 { named = 0; file++ }
+    /^# dataflow: / { flow_note = substr($0, 13); next }
     /^#/ { if (file == 1 + peers) note[++notes] = substr($0, 3); next }
     !named { named = 1; split("", name); for (i = 1; i <= NF; i++) name[i] = $i; next }
     { split("", at); for (i = 1; i <= NF; i++) at[name[i]] = $i }
     peers && file == 1 { fp8[shape()] = at["fp8_us"]; bf16[shape()] = at["bf16_us"]; next }'
 
 # Rows of speed.csv that the tables look at: full clocks, pages of 64, as the library chooses, in the
-# default mode.
+# default mode, requests of one length.
 awk_rested='
     at["clocks"] == "rested" && at["page"] == 64 && at["split_tokens"] == 0 && at["path"] == "sm90" &&
-    at["mode"] == "default" {
+    at["mode"] == "default" && at["long_kv"] == "" {
         rested = 1
     }'
 
@@ -43,6 +44,10 @@ table_speed() {
         at["preset"] == "headline" && at["mode"] == "precise" && at["clocks"] == "rested" &&
         at["batch"] == 64 && at["kv"] == 16384 && at["default_ratio"] != "" {
             cost = cost sprintf("%s%d: %.2f", cost == "" ? "" : ", ", at["heads"], at["default_ratio"])
+        }
+        at["balanced_ratio"] != "" && at["mode"] == "default" && at["clocks"] == "rested" {
+            two_long = two_long sprintf("%s%d: %.2f", two_long == "" ? "" : ", ", at["heads"],
+                                        at["balanced_ratio"])
         }
         !rested { if (at["clocks"] == "sustained")
                       slow = slow sprintf("%s%d%s: %.0f", slow == "" ? "" : ", ", at["heads"],
@@ -76,6 +81,9 @@ table_speed() {
                 print "heads: " cost "."
             }
             if (plans) printf "The plan: %.1f to %.1f µs.\n", least, most
+            if (two_long != "")
+                print "Two requests of 64K among 126 of 1K, by the time of 128 equal ones, by heads: " \
+                    two_long "."
             if (slow != "")
                 print "Back to back without rest, 64 requests of 16K tokens, TF by heads: " slow "."
         }' "$charts/peers_h200.csv" "$charts/speed.csv"
@@ -201,10 +209,11 @@ table_design() {
 
 table_dataflow() {
     awk -v peers=0 "$awk_common"'
+        at["preset"] != "dataflow" { next }
         {
             if (!(at["call"] in known)) { known[at["call"]] = 1; order[++calls] = at["call"] }
             share[at["call"], at["tokens"]] = at["copy_share"]
-            time[at["call"], at["tokens"]] = at["us"]
+            time[at["call"], at["tokens"]] = at["call_us"]
         }
         function percent(call, tokens) {
             return share[call, tokens] == "" ? "" : sprintf("%.0f%%", 100 * share[call, tokens])
@@ -217,9 +226,9 @@ table_dataflow() {
                     time[c, 512] == "" ? "" : sprintf("%.1f µs", time[c, 512])
             }
             print ""
-            for (i = 1; i <= notes; i++) print note[i] (i < notes ? ";" : ".")
+            print "Device and date: those of the first table; " flow_note "."
             exit calls < 5
-        }' "$charts/dataflow.csv"
+        }' "$charts/speed.csv"
 }
 
 wrong=0
