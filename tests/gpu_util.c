@@ -37,8 +37,11 @@ int gpu_present(void)
     return device_state == 1;
 }
 
+int gpu_cases;
+
 void gpu_need(void)
 {
+    gpu_cases++;
     if (!gpu_present()) {
         print_message("skipped: %s\n", device_reason);
         skip();
@@ -240,7 +243,7 @@ void gpu_get(const gpu_mem *mem, void *host)
 
 void gpu_fill(const gpu_mem *mem, int fill)
 {
-    if (mem->bytes) CUDA(cudaMemset(mem->at, fill, mem->bytes));
+    if (mem->bytes && fill != kUnfilled) CUDA(cudaMemset(mem->at, fill, mem->bytes));
 }
 
 void gpu_delete(gpu_mem *mem)
@@ -634,8 +637,9 @@ stage stage_new(problem *p, const view *v)
     }
     OK(snapmla_plan_bytes(&s.desc.step, &plan_bytes));
     OK(snapmla_decode_workspace(&s.desc.step, &workspace_bytes));
-    s.plan = gpu_new(plan_bytes, 16, 0xff);
-    s.workspace = gpu_new(workspace_bytes, 48, 0xff);
+    const int fill = getenv("SNAPMLA_TEST_UNFILLED") ? kUnfilled : 0xff;
+    s.plan = gpu_new(plan_bytes, 16, fill);
+    s.workspace = gpu_new(workspace_bytes, 48, fill);
     s.out = gpu_new(p->out_elements * 2, 16, 0xff);
     s.lse = gpu_new(p->lse_elements * 4, 4, 0xff);
     s.desc.step.plan = s.plan.at;

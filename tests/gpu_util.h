@@ -15,8 +15,9 @@ enum { kLatent = 512, kRope = 64, kDims = kLatent + kRope };
    The machine
    ============================================================================================== */
 
-/* Skips the running test, with the reason, where there is no usable GPU. */
+/* Skips the running test, with the reason, where there is no usable GPU.  Every GPU test begins with it. */
 void gpu_need(void);
+extern int gpu_cases; /* that have begun */
 int gpu_present(void);
 void gpu_describe(void); /* the lines that verified.sh reads */
 int gpu_sm_count(void);
@@ -56,7 +57,9 @@ typedef struct gpu_mem {
     void *base;
 } gpu_mem;
 
-/* `bytes` filled with `fill`, `shift` bytes behind a 256-byte boundary. */
+/* `bytes` filled with `fill`, `shift` bytes behind a 256-byte boundary.  kUnfilled leaves them as they
+   are. */
+enum { kUnfilled = -1 };
 gpu_mem gpu_new(size_t bytes, size_t shift, int fill);
 gpu_mem gpu_new_from(const void *host, size_t bytes, size_t shift);
 void gpu_put(const gpu_mem *mem, const void *host);
@@ -155,7 +158,9 @@ typedef struct view {
 } view;
 view view_all(const problem *p);
 
-/* Plan and decode with everything but the inputs poisoned; checks guards and gaps. */
+/* Plan and decode with everything but the inputs poisoned; checks guards and gaps.  With
+   SNAPMLA_TEST_UNFILLED set, new plans and workspaces are left as they are: a fill counts as written for
+   compute-sanitizer's initcheck. */
 result run(problem *p);
 result run_view(problem *p, const view *v);
 

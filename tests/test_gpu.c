@@ -2,7 +2,8 @@
    then decode, its edges and its accuracy on every path that this GPU has.
 
    Where there is no usable GPU the cases skip and say why.  SNAPMLA_TEST_QUICK=1 leaves out what
-   takes long, for the sanitizer.  With a word as argument only tests whose names contain it run. */
+   takes long, for the sanitizer.  With words as arguments only tests whose names contain one of them
+   run, word by word; a word that is in no name is an error. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -22,6 +23,9 @@ int run_accuracy_tests(void);
 int run_precise_tests(void);
 int run_precise_accuracy_tests(void);
 int run_hard_tests(void);
+int run_precise_hard_tests(void);
+int run_contain_tests(void);
+int run_precise_contain_tests(void);
 
 /* ================================================================================================
    The harness finds what it is meant to find
@@ -206,22 +210,15 @@ static int run_guard_tests(void)
     return cmocka_run_group_tests_name("guards", tests, NULL, NULL);
 }
 
-int main(int argc, char **argv)
+static int run_all(void)
 {
-    int failed = 0;
-    char pattern[200];
-    if (argc > 1) {
-        snprintf(pattern, sizeof pattern, "*%s*", argv[1]);
-        cmocka_set_test_filter(pattern);
-    }
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    gpu_describe();
-    failed += run_harness_tests();
+    int failed = run_harness_tests();
     failed += run_guard_tests();
     failed += run_data_tests();
     failed += run_flow_tests();
     snapmla_path paths[2] = {SNAPMLA_PATH_GENERAL, SNAPMLA_PATH_GENERAL};
     if (gpu_present()) (void)snapmla_device_supported(0, &paths[1]);
+    gpu_mode = SNAPMLA_MODE_DEFAULT;
     for (int i = 0; i < (paths[1] == paths[0] ? 1 : 2); i++) {
         gpu_path = paths[i];
         print_message("path: %s\n", gpu_path_name(gpu_path));
@@ -230,6 +227,7 @@ int main(int argc, char **argv)
         failed += run_graph_tests();
         failed += run_accuracy_tests();
         failed += run_hard_tests();
+        failed += run_contain_tests();
     }
     gpu_mode = SNAPMLA_MODE_PRECISE;
     for (int i = 0; i < (paths[1] == paths[0] ? 1 : 2); i++) {
@@ -237,6 +235,27 @@ int main(int argc, char **argv)
         print_message("path: %s, precise mode\n", gpu_path_name(gpu_path));
         failed += run_precise_tests();
         failed += run_precise_accuracy_tests();
+        failed += run_precise_hard_tests();
+        failed += run_precise_contain_tests();
+    }
+    return failed;
+}
+
+int main(int argc, char **argv)
+{
+    int failed = 0;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    gpu_describe();
+    if (argc == 1) return run_all() != 0;
+    for (int i = 1; i < argc; i++) {
+        const int before = gpu_cases;
+        char pattern[200];
+        snprintf(pattern, sizeof pattern, "*%s*", argv[i]);
+        cmocka_set_test_filter(pattern);
+        failed += run_all();
+        if (gpu_cases > before) continue;
+        print_error("no GPU test has '%s' in its name\n", argv[i]);
+        failed++;
     }
     return failed != 0;
 }

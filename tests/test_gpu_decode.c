@@ -958,7 +958,7 @@ static void test_tokens_straddle_splits(void **state)
     } forms[] = {{4, 16, 128}, {8, 16, 128}, {5, 40, 128}, {6, 3, 256}, {8, 16, 128}};
     for (int form = 0; form < COUNT(forms); form++) {
         const int s_q = forms[form].s_q, nan = form == COUNT(forms) - 1;
-        const int count = COUNT(borders) - (gpu_quick() || forms[form].split_tokens > 128);
+        const int count = COUNT(borders) - (forms[form].split_tokens > 128);
         int32_t lens[COUNT(borders)], seen[COUNT(borders)];
         for (int b = 0; b < count; b++) /* 1 to s_q - 1 tokens see the split behind the border */
             lens[b] = borders[b] * forms[form].split_tokens + 1 + b % (s_q - 1);
