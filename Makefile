@@ -47,7 +47,7 @@ help:
 	@echo 'make examples  the programs of examples/, in build/'
 	@echo 'make bench     speed of decode and of the data flow (needs a GPU)'
 	@echo 'make figures   measures all numbers of README.md into CHARTS (needs a GPU; CHARTS is $(CHARTS))'
-	@echo 'make sanitize  the GPU tests under compute-sanitizer (needs a GPU)'
+	@echo 'make sanitize  SANITIZE_CASES under the tools SANITIZERS of compute-sanitizer (needs a GPU)'
 	@echo 'make fuzz      libFuzzer over the reference, the host checks and the readers, FUZZ_SECONDS each'
 	@echo 'make clean     remove build/'
 	@echo 'Variables: CC CXX NVCC CUDA_HOME ARCH (now $(ARCH))'
@@ -72,10 +72,19 @@ figures: build/bench build/accuracy
 	build/bench --preset all --note '$(NOTE)' --csv $(CHARTS)/speed.csv
 	build/accuracy --note '$(NOTE)' --csv $(CHARTS)/accuracy.csv
 
-# some tests provoke errors of CUDA's API on purpose
+# Small shapes with every decode kernel, both modes, splits, holes, combine and the data flow.  All quick
+# tests under one tool: make sanitize SANITIZERS=memcheck SANITIZE_CASES=
+# Some tests provoke errors of CUDA's API on purpose.  What cudaMemset wrote, initcheck takes as written:
+# for it, plan and workspace are left as they were allocated; outputs stay filled.
+SANITIZERS     ?= memcheck synccheck initcheck racecheck
+SANITIZE_CASES ?= test_hand_computed test_causal_at_split_ends test_negative_entries \
+  test_more_splits_than_a_round test_quantize_q_rotated test_append_norm test_copy_pages test_fetch_ranges
 sanitize: build/test_gpu
-	SNAPMLA_TEST_QUICK=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
-	  build/test_gpu
+	@bad=0; for tool in $(SANITIZERS); do echo "== $$tool"; fill= ; api= ; \
+	  [ $$tool != initcheck ] || fill=SNAPMLA_TEST_UNFILLED=1; \
+	  [ $$tool != memcheck ] || api='--report-api-errors no'; \
+	  env SNAPMLA_TEST_QUICK=1 $$fill compute-sanitizer --tool $$tool $$api --error-exitcode 9 \
+	    --print-limit 20 build/test_gpu $(SANITIZE_CASES) || bad=1; done; exit $$bad
 
 FUZZ_SECONDS ?= 600
 fuzz: $(addprefix build/libfuzzer_,tiny_mla ref host)

@@ -8,8 +8,10 @@
 #     tests/mutate.sh run DIR [JOBS [NAME...]]   where there is a GPU: run those in DIR, JOBS at a time
 #
 # A mutant is killed when a test fails or crashes, or when there is no end: $TIMEOUT seconds (25) on top
-# of twice what the header as it is takes.  The last lines count by kind, and name the survivors: each
-# asks for a test, or is no fault.
+# of three times what the header as it is takes.  The last lines count by kind, and name the survivors:
+# each asks for a test, or is no fault.
+# On the GPU, each mutant meets the test first that should find it, then, if that does not, all of the
+# quick tests; with WHOLE=no it has then survived.  Verdicts are printed as they come.
 # Each mutant of `build` is a shared library of the header, so that they share one test program; the
 # CUDA runtime goes with it.
 set -u
@@ -18,7 +20,7 @@ CC=${CC:-cc} CXX=${CXX:-c++} ARCH=${ARCH:-sm_90a} TIMEOUT=${TIMEOUT:-25}
 NVCC=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 out=build/mutants
-names=() ; declare -A kind_of where_of from_of to_of
+names=() ; declare -A kind_of where_of from_of to_of first_of
 
 # KIND WHERE NAME FROM TO, where FROM must occur once.  WHERE: the program that should find it.
 mutant() {
@@ -111,6 +113,8 @@ d page_gap_ignored 'if ((content_gap | scale_gap | rope_gap) != 0) {' \
     'if ((content_gap | rope_gap) > (1 << 30)) {'
 d offset_in_32_bits 't.content = planes.content + page * planes.content_stride + offset * smla_kLatent;' \
     't.content = planes.content + (int32_t)(page * planes.content_stride + offset * smla_kLatent);'
+d rope_offset_in_32_bits 't.rope = planes.rope + page * planes.rope_stride + offset * smla_kRope;' \
+    't.rope = planes.rope + (int32_t)(page * planes.rope_stride + offset * smla_kRope);'
 d skipped_slot_written '    if (slot < 0) return;
     const smla_token to' '    const smla_token to'
 d rotation_backwards 'if ((threadIdx.x & 8) == 0) b = smla_minus(b);' \
@@ -131,8 +135,10 @@ g mask_by_head 'return p.causal ? len - p.s_q + 1 + row / p.heads : len;' \
     'return p.causal ? len - p.s_q + 1 + row % p.s_q : len;'
 g table_width_ignored '    p.len_limit = (int32_t)smla_min(smla_min(held, (int64_t)g.policy.max_seq_len),' \
     '    p.len_limit = (int32_t)smla_min(smla_max(held, (int64_t)g.policy.max_seq_len),'
-g tail_one_too_long 'const bool live = token < end && page >= 0;' \
-    'const bool live = token <= end && page >= 0;'
+g tail_one_too_long '    const smla_split s = smla_split_at(p, cursor);
+    if (s.tile >= p.tiles) return;' '    smla_split s = smla_split_at(p, cursor);
+    s.end += s.end > s.begin && s.end == s.len;
+    if (s.tile >= p.tiles) return;'
 g hole_is_read 'const bool live = token < end && page >= 0;' 'const bool live = token < end;'
 g rescale_missing 'y.alpha = smla_ex2(m - shift);' 'y.alpha = m == smla_neg_inf() ? 0.0f : 1.0f;'
 g scales_swapped 'make_float4(step.alpha, step.block_scale, step.m, 0.0f);' \
@@ -204,6 +210,41 @@ c merge_base_2 'const float w = smla_ex2((lse - shift) * smla_kLog2e) * inverse;
     'const float w = smla_ex2(lse - shift) * inverse;'
 c merge_reads_empty_part 'if (lse == smla_neg_inf()) continue;' 'if (lse != lse) continue;'
 c pending_error_swallowed 'if (before == cudaSuccess) (void)cudaGetLastError();' '(void)cudaGetLastError();'
+
+# The test that should find a fault on the GPU: TEST NAME...
+first() {
+    local test=$1 name
+    shift
+    for name in "$@"; do first_of[$name]=$test; done
+}
+first test_quantize_q amax_misses_a_word large_rows_stay_small zero_row_without_floor
+first test_append page_gap_ignored skipped_slot_written
+first test_append_norm_and_rotation rotation_backwards norm_without_eps last_token_of_odd_count_lost
+first test_fetch_ranges fetch_ignores_first
+first test_copy_pages copy_loses_scales
+first test_import record_scale_swapped
+first test_past_4_gib offset_in_32_bits rope_offset_in_32_bits
+first test_hand_computed scales_swapped
+first test_every_length copies_not_awaited
+first test_lengths_are_cut table_width_ignored
+first test_negative_entries_are_skipped hole_is_read
+first test_causal_at_split_ends mask_off_by_one mask_by_head partial_rows_overlap \
+    hopper_mask_off_by_one hopper_mask_too_late hopper_scale_swapped combine_without_weights
+first test_tails_hold_anything tail_one_too_long hopper_tail_not_cut
+first test_nan_changes_no_other_bit nan_value_stays masked_weight_times_nan hopper_nan_value_stays
+first test_scales_that_are_no_numbers infinite_scale_stays
+first test_logits_rise_block_by_block rescale_missing hopper_rescale_missing hopper_masters_not_rescaled \
+    hopper_logits_overwritten
+first test_long_splits barrier_before_weights hopper_stage_freed_early hopper_page_table_stale \
+    hopper_sums_read_early
+first test_subnormal_scales flushed_mass_lost hopper_flushed_mass_lost hopper_inverse_out_of_order
+first test_precise_beside_default hopper_rest_of_p_lost hopper_rest_of_q_lost
+first precise_test_nan_queries hopper_nan_query_hidden
+first test_more_splits_than_a_round combine_rounds_not_joined
+first test_tokens_straddle_splits combine_loses_last_split combine_second_run_lost \
+    combine_order_by_count combine_wrong_denominator combine_starts_early
+first test_merge merge_base_2 merge_reads_empty_part
+first test_pending_cuda_error pending_error_swallowed
 
 # ------------------------------------------------------------------------------------------------
 # The work
@@ -290,7 +331,13 @@ chosen() { # PATTERN-OF-WHERE NAMES...
 case ${1-} in
 check)
     bad=0
-    for name in "${names[@]}"; do seed "$name" dry || bad=1; done
+    for name in "${names[@]}"; do
+        seed "$name" dry || bad=1
+        [ "${where_of[$name]}" = test_gpu ] || continue
+        test=${first_of[$name]-}
+        grep -qE "cmocka_unit_test\\(.*${test:-none}|PRECISE_TEST\\(${test#precise_}\\)" tests/test_gpu*.c ||
+            { echo "$name: no test is named that should find it: $test" >&2; bad=1; }
+    done
     echo "${#names[@]} faults"
     exit $bad
     ;;
@@ -348,30 +395,67 @@ run)
     dir=${2:?the folder of mutants} jobs=${3:-6} work=$(mktemp -d)
     shift $(($# < 3 ? $# : 3))
     trap 'rm -rf "$work"' EXIT
-    run_one() { # NAME SECONDS: up to the first failed test; the exit code in $rc
-        LD_LIBRARY_PATH=$dir/$1 SNAPMLA_TEST_QUICK=1 timeout -k 2 "$2" "$dir/test_gpu" 2>&1 |
-            awk '{ print } /^\[  FAILED  \]/ { exit }' >"$work/$1.txt"
-        rc=${PIPESTATUS[0]}
+    run_one() { # NAME LOG SECONDS [TEST]: up to the first failed test; the exit code in $rc, its $seconds
+        local start
+        start=$(date +%s)
+        LD_LIBRARY_PATH=$dir/$1 SNAPMLA_TEST_QUICK=1 timeout -k 2 "$3" "$dir/test_gpu" ${4-} 2>&1 |
+            awk '{ print; fflush() } /^\[  FAILED  \]/ { exit }' >"$2"
+        rc=${PIPESTATUS[0]} seconds=$(($(date +%s) - start + 1))
     }
-    start=$(date +%s) # alone first, so that a timeout below means something
-    run_one unchanged $((12 * TIMEOUT))
-    if [ $rc != 0 ] || ! grep -q '^gpu: device:' "$work/unchanged.txt"; then
-        tail -n 20 "$work/unchanged.txt"
-        echo 'the unchanged header must pass, on a GPU'
-        exit 1
-    fi
-    seconds=$(($(date +%s) - start + 1))
-    limit=$((TIMEOUT + 2 * seconds))
-    echo "unchanged: passed in $seconds s; $jobs at a time, $limit s each at most"
-    list=
+    # unchanged SECONDS [TEST]: the header as it is must pass.  Its seconds go to a file.
+    unchanged() {
+        local log=$work/unchanged-${2-all}.txt cases
+        run_one unchanged "$log" "$1" ${2-}
+        cases=$(grep -c '^\[       OK \]' "$log")
+        if [ $rc != 0 ] || [ "$cases" = 0 ] || ! grep -q '^gpu: device:' "$log"; then
+            tail -n 20 "$log"
+            echo "the unchanged header must pass ${2-the quick tests}, on a GPU"
+            return 1
+        fi
+        echo "unchanged: ${2-the quick tests}: $cases cases passed in $seconds s"
+        echo $seconds >"$log.seconds"
+    }
+    # one_mutant NAME [TEST]: its verdict to a file; a survivor of one test is only noted
+    one_mutant() {
+        local least
+        least=$(cat "$work/unchanged-${2-all}.txt.seconds")
+        run_one "$1" "$work/$1.txt" $((TIMEOUT + 3 * least)) ${2-}
+        if [ -n "${2-}" ] && [ $rc = 0 ] && [ "${WHOLE-}" != no ]; then
+            echo "survived $2: $1"
+            echo "$1" >>"$work/left"
+        else
+            judge "$1" $rc "$work/$1.txt" >"$work/$1.verdict"
+            cat "$work/$1.verdict"
+        fi
+    }
+    free_job() { while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done; }
+    list= tests=
     for name in $(chosen '^test_gpu$' "$@"); do
-        [ ! -f "$dir/$name/libmutant.so" ] || list="$list $name"
+        [ -f "$dir/$name/libmutant.so" ] || continue
+        list="$list $name"
+        [[ " $tests " == *" ${first_of[$name]} "* ]] || tests="$tests ${first_of[$name]}"
     done
-    for name in $list; do
-        while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
-        { run_one "$name" $limit; judge "$name" "$rc" "$work/$name.txt" | tee "$work/$name.verdict"; } &
+    # side by side, as the mutants, so that a timeout below means something
+    for test in $tests; do
+        free_job
+        { unchanged $((8 * TIMEOUT)) "$test" || touch "$work/failed"; } &
     done
     wait
+    [ ! -f "$work/failed" ] || exit 1
+    for name in $list; do
+        free_job
+        one_mutant "$name" "${first_of[$name]}" &
+    done
+    wait
+    left=$(cat "$work/left" 2>/dev/null)
+    if [ -n "$left" ]; then
+        unchanged $((12 * TIMEOUT)) || exit 1
+        for name in $left; do
+            free_job
+            one_mutant "$name" &
+        done
+        wait
+    fi
     for name in $list; do
         read -r word rest <"$work/$name.verdict"
         eval "$word+=('$name')"

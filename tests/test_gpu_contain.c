@@ -117,7 +117,8 @@ static void test_tails_hold_anything(void **state)
                 continue;
             }
             const int64_t rows = (int64_t)COUNT(lens) * s.s_q * s.heads;
-            if (memcmp(r.out, clean.out, (size_t)rows * kLatent * 2) || memcmp(r.lse, clean.lse, (size_t)rows * 4))
+            if (memcmp(r.out, clean.out, (size_t)rows * kLatent * 2) ||
+                memcmp(r.lse, clean.lse, (size_t)rows * 4))
                 print_error("heads %d, s_q %d, page %d, split %d, tail of kind %d\n", s.heads, s.s_q,
                             s.page_size, s.split_tokens, kind);
             CHECK_SAME_BITS(&r, &clean);
@@ -417,7 +418,8 @@ static void check_far_flow(problem *p, const far_cache *f, const gpu_mem *d_tabl
     for (int b = 0; b < 2; b++) {
         for (int32_t t = 0; t < p->lens[b]; t++) {
             TU_CHECK_BYTES((unsigned char *)got[starts[b] + t],
-                           (unsigned char *)want[page_of(p, b, t) * kFarPage + offset_of(p, t)], sizeof got[0]);
+                           (unsigned char *)want[page_of(p, b, t) * kFarPage + offset_of(p, t)],
+                           sizeof got[0]);
         }
     }
     gpu_delete(&d_keys);
