@@ -98,6 +98,9 @@ r ref_merge_reads_empty_part 'weight[n] = weight[n] == -HUGE_VAL ? -1 : exp(weig
     'weight[n] = exp(weight[n] - m);'
 r ref_page_gap_ignored 'c->content + page * c->content_page_stride' \
     'c->content + page * c->page_size * c->latent_dim'
+r ref_infinite_scale_is_a_number '        *scale = *at.scale;
+        if (!smlar_finite(*scale)) kind = SMLAR_BAD;' '        *scale = *at.scale;
+        if (*scale != *scale) kind = SMLAR_BAD;'
 r ref_skipped_slot_written '        if (d.slots[i] < 0) continue;
         if (d.norm.weight)' '        if (d.norm.weight)'
 

@@ -32,6 +32,13 @@ static spec plain(uint64_t seed, int batch, int s_q, int heads, const int32_t *l
     return s;
 }
 
+static void check_same_row(const result *a, const result *b, int64_t row)
+{
+    TU_CHECK(memcmp(a->out + row * kLatent, b->out + row * kLatent, 2 * kLatent) == 0 &&
+                 memcmp(a->lse + row, b->lse + row, 4) == 0,
+             "row %d: lse %.9g and %.9g", (int)row, (double)a->lse[row], (double)b->lse[row]);
+}
+
 /* Plan and decode a thousand times; outputs and lse, compared as they lie in memory. */
 static void test_a_thousand_repeats(void **state)
 {
@@ -193,14 +200,110 @@ static void test_more_splits_than_a_round(void **state)
     }
 }
 
-/* ---- a NaN changes no bit elsewhere ---- */
+/* ---- other batches, other zeros ---- */
 
-static void check_same_row(const result *a, const result *b, int64_t row)
+static void reverse_requests(problem *p)
 {
-    TU_CHECK(memcmp(a->out + row * kLatent, b->out + row * kLatent, 2 * kLatent) == 0 &&
-                 memcmp(a->lse + row, b->lse + row, 4) == 0,
-             "row %d: lse %.9g and %.9g", (int)row, (double)a->lse[row], (double)b->lse[row]);
+    for (int b = 0; b < p->s.batch / 2; b++) {
+        const int other = p->s.batch - 1 - b;
+        const int32_t len = p->lens[b];
+        p->lens[b] = p->lens[other];
+        p->lens[other] = len;
+        for (int64_t k = 0; k < p->table_stride; k++) {
+            const int32_t page = p->table[b * p->table_stride + k];
+            p->table[b * p->table_stride + k] = p->table[other * p->table_stride + k];
+            p->table[other * p->table_stride + k] = page;
+        }
+        for (int64_t i = 0; i < p->q_batch_stride; i++) {
+            const uint16_t x = p->q[b * p->q_batch_stride + i];
+            p->q[b * p->q_batch_stride + i] = p->q[other * p->q_batch_stride + i];
+            p->q[other * p->q_batch_stride + i] = x;
+        }
+    }
+    problem_upload(p);
 }
+
+/* With fixed splits, requests keep their bits in the reverse order, and where others are padding. */
+static void test_requests_keep_their_bits(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {3000, 1, 640, 129, 5000, 64, 2000, 1025};
+    static const int shapes[][2] = {{1, 16}, {1, 64}, {3, 7}, {2, 128}, {1, 32}}; /* s_q, heads */
+    enum { kBatch = COUNT(lens) };
+    for (int form = 0; form < COUNT(shapes); form++) {
+        spec s = plain(9060 + (uint64_t)form, kBatch, shapes[form][0], shapes[form][1], lens);
+        s.causal = s.s_q > 1;
+        s.max_seq_len = 5000;
+        s.split_tokens = 256 << form % 3;
+        problem *p = problem_new(&s);
+        const int64_t rows = (int64_t)s.s_q * s.heads;
+        result r = run(p);
+        for (int odd = 0; odd <= 1; odd++) {
+            int32_t padded[kBatch];
+            for (int b = 0; b < kBatch; b++) padded[b] = b % 2 == odd ? lens[b] : b % 4 < 2 ? 0 : -5;
+            view v = view_all(p);
+            v.lens = padded;
+            result half = run_view(p, &v);
+            for (int64_t k = 0; k < kBatch * rows; k++)
+                if (k / rows % 2 == odd) check_same_row(&half, &r, k);
+            result_free(&half);
+        }
+        reverse_requests(p);
+        result back = run(p);
+        CHECK_REFERENCE(p, &back, 5e7);
+        for (int64_t k = 0; k < kBatch * rows; k++) {
+            const int64_t to = (kBatch - 1 - k / rows) * rows + k % rows;
+            TU_CHECK(memcmp(back.out + to * kLatent, r.out + k * kLatent, 2 * kLatent) == 0 &&
+                         memcmp(back.lse + to, r.lse + k, 4) == 0,
+                     "row %d, reversed %d: lse %.9g and %.9g", (int)k, (int)to, (double)r.lse[k],
+                     (double)back.lse[to]);
+        }
+        result_free(&r);
+        result_free(&back);
+        problem_free(p);
+    }
+}
+
+/* Zeros of q, content and rope change their sign: the same lse, and outputs that are equal as numbers. */
+static void test_zeros_of_either_sign(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int32_t lens[] = {700, 1, 64, 2000};
+    static const int heads[] = {16, 32, 64, 128};
+    for (int form = 0; form < COUNT(heads); form++) {
+        spec s = plain(9070 + (uint64_t)form, COUNT(lens), 1, heads[form], lens);
+        problem *p = problem_new(&s);
+        const int64_t tokens = p->cache.pages * p->s.page_size, rows = (int64_t)s.batch * s.heads;
+        result r[2];
+        for (int minus = 0; minus <= 1; minus++) {
+            for (int64_t t = 0; t < tokens; t++) {
+                uint8_t *content = token_content(p, t / 64, (int)(t % 64));
+                uint16_t *rope = token_rope(p, t / 64, (int)(t % 64));
+                for (int d = 0; d < kLatent; d++)
+                    if (d % 3 == 0 || t % 5 == 0) content[d] = minus ? 0x80 : 0;
+                for (int d = t & 1; d < kRope; d += 2) rope[d] = minus ? 0x8000 : 0;
+            }
+            for (int64_t k = 0; k < rows * kDims; k++) {
+                uint16_t *q = q_row(p, (int)(k / kDims / s.heads), 0, (int)(k / kDims % s.heads));
+                if (k % 4 == 0 || k / kDims % 5 == 0) q[k % kDims] = minus ? 0x8000 : 0;
+            }
+            problem_upload(p);
+            r[minus] = run(p);
+        }
+        TU_CHECK_INT(memcmp(r[0].lse, r[1].lse, (size_t)rows * 4), 0);
+        for (int64_t k = 0; k < rows * kLatent; k++)
+            TU_CHECK(tu_from_bf16(r[0].out[k]) == tu_from_bf16(r[1].out[k]), "row %d, dim %d: %g and %g",
+                     (int)(k / kLatent), (int)(k % kLatent), tu_from_bf16(r[0].out[k]),
+                     tu_from_bf16(r[1].out[k]));
+        result_free(&r[0]);
+        result_free(&r[1]);
+        problem_free(p);
+    }
+}
+
+/* ---- a NaN changes no bit elsewhere ---- */
 
 /* Request 1 gets a token with NaN, or with an infinite scale, as its last: rows of others, and with
    causal the query tokens before it, keep their bits. */
@@ -514,6 +617,9 @@ int run_precise_hard_tests(void)
         PRECISE_TEST(test_long_splits),
         PRECISE_TEST(test_logits_rise_block_by_block),
         PRECISE_TEST(test_more_splits_than_a_round),
+        PRECISE_TEST(test_requests_keep_their_bits),
+        PRECISE_TEST(test_zeros_of_either_sign),
+        PRECISE_TEST(test_nan_changes_no_other_bit),
     };
     return cmocka_run_group_tests_name("hard, precise mode", tests, NULL, NULL);
 }
@@ -525,6 +631,8 @@ int run_hard_tests(void)
         cmocka_unit_test(test_long_splits),
         cmocka_unit_test(test_logits_rise_block_by_block),
         cmocka_unit_test(test_more_splits_than_a_round),
+        cmocka_unit_test(test_requests_keep_their_bits),
+        cmocka_unit_test(test_zeros_of_either_sign),
         cmocka_unit_test(test_nan_changes_no_other_bit),
         cmocka_unit_test(test_giant_among_empty_requests),
         cmocka_unit_test(test_many_query_tokens),

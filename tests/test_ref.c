@@ -1294,7 +1294,8 @@ static void nothing_past_the_end_is_read(void **state)
                 tu_poison_e4m3(b.d.cache.content + slot * 64, 64);
                 tu_poison_bf16(b.d.cache.rope + slot * 16, 16);
                 tu_poison_bf16(b.key + slot * b.dim, b.dim);
-                b.d.cache.scale[slot] = t % 2 ? INFINITY : (float)NAN;
+                const float scales[] = {NAN, INFINITY, 0.01f, 3e38f}; /* finite ones hide nothing */
+                b.d.cache.scale[slot] = scales[t % 4];
             }
             for (int i = (len + 63) / 64; i < 4; i++) b.table[i] = bad_entries[i];
             decode(&a);
@@ -1515,7 +1516,7 @@ static void quantised_queries_are_the_same(void **state)
 static void nan_tokens_stay_contained(void **state)
 {
     (void)state;
-    enum { LEN = 75, S_Q = 4, HEADS = 3, KINDS = 7 };
+    enum { LEN = 75, S_Q = 4, HEADS = 3, KINDS = 13 };
     for (int kind = 0; kind < KINDS; kind++) {
         for (int mode = 0; mode < MODES; mode++) {
             if (mode == SNAPMLA_REF_BF16 && kind > 3) continue; /* no planes there */
@@ -1534,6 +1535,9 @@ static void nan_tokens_stay_contained(void **state)
             if (kind == 4) bad.d.cache.scale[slot] = (float)NAN;
             if (kind == 5) bad.d.cache.scale[slot] = -INFINITY;
             if (kind == 6) bad.d.cache.content[slot * 64 + 1] = 0xff;
+            if (kind >= 7) bad.d.cache.scale[slot] = kind % 2 ? INFINITY : -INFINITY;
+            if (kind >= 9) memset(bad.d.cache.content + slot * 64, 0, 64);
+            if (kind >= 11) memset(bad.d.cache.rope + slot * 16, 0, 32);
             decode(&clean);
             decode(&bad);
             for (int r = 0; r < S_Q * HEADS; r++) {
