@@ -145,7 +145,9 @@
                         rows two warpgroups share softmax, scores and weights
        combine          merges the splits of cut requests, always in the same order
        On the Hopper path decode and combine start while the kernel before them in the stream ends, and
-       wait for that end before they read what it wrote.
+       wait for that end before they read what it wrote.  A kernel of yours that is launched to overlap
+       decode in the same way must wait, too (griddepcontrol.wait), even if it reads nothing of decode's:
+       else what follows it in the stream may start before decode has ended.
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
