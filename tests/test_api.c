@@ -17,6 +17,7 @@
    Good descs, and which codes were seen
    ============================================================================================== */
 enum { kSms = 132 };
+#define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 
 typedef struct known_result {
     snapmla_result result;
@@ -909,33 +910,48 @@ static void test_exact_sizes(void **state)
     }
 }
 
-/* At most 2 * (SMs * 64 rows * 512 floats + a few KB), whatever the batch, in the default policy.
-   */
+/* At most 2 * (SMs * rows of a tile * 512 floats + a few KB), whatever the batch, in the default policy. */
 static void test_workspace_bound(void **state)
 {
     (void)state;
     static const int32_t batches[] = {1, 2, 3, 7, 64, 131, 132, 133, 512, 4096, 20000, 70000};
     static const int32_t heads[] = {1, 3, 8, 16, 17, 64, 65, 128, 200};
     static const int32_t tokens[] = {1, 2, 3, 5, 8};
-    const size_t bound = 2 * ((size_t)kSms * 64 * 512 * 4 + 16 * 1024) + 2 * (size_t)kSms * 64 * 16;
-    for (int b = 0; b < (int)(sizeof batches / sizeof batches[0]); b++) {
-        for (int h = 0; h < (int)(sizeof heads / sizeof heads[0]); h++) {
-            for (int t = 0; t < (int)(sizeof tokens / sizeof tokens[0]); t++) {
-                snapmla_step step = good_step();
-                size_t bytes = 0, plan = 0;
-                step.batch = batches[b];
-                step.heads = heads[h];
-                step.s_q = tokens[t];
-                EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
-                EXPECT(snapmla_plan_bytes(&step, &plan), SNAPMLA_OK);
-                TU_CHECK(bytes <= bound, "batch %d, heads %d, s_q %d: %llu > %llu", batches[b],
-                         heads[h], tokens[t], (unsigned long long)bytes, (unsigned long long)bound);
-                /* a plan is a short record per request and per SM, never per token */
-                TU_CHECK(plan > 0 && plan <= 64 * ((size_t)batches[b] + 16 * kSms) + 4096,
-                         "batch %d: plan of %llu bytes", batches[b], (unsigned long long)plan);
-            }
-        }
+    static const snapmla_path paths[] = {SNAPMLA_PATH_GENERAL, SNAPMLA_PATH_SM90};
+    static const snapmla_mode modes[] = {SNAPMLA_MODE_DEFAULT, SNAPMLA_MODE_PRECISE};
+    const int shapes = COUNT(batches) * COUNT(heads) * COUNT(tokens);
+    for (int k = 0; k < 4 * shapes; k++) {
+        snapmla_step step = good_step();
+        size_t bytes = 0, plan = 0;
+        step.path = paths[k / shapes / 2];
+        step.mode = modes[k / shapes % 2];
+        step.batch = batches[k % COUNT(batches)];
+        step.heads = heads[k / COUNT(batches) % COUNT(heads)];
+        step.s_q = tokens[k / COUNT(batches) / COUNT(heads) % COUNT(tokens)];
+        const int wide = step.path == SNAPMLA_PATH_SM90 && step.mode == SNAPMLA_MODE_DEFAULT;
+        const size_t tile = wide ? 64 : 32;
+        const size_t bound = 2 * ((size_t)kSms * tile * 512 * 4 + 16 * 1024) + 2 * (size_t)kSms * tile * 16;
+        EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+        EXPECT(snapmla_plan_bytes(&step, &plan), SNAPMLA_OK);
+        TU_CHECK(bytes > 0 && bytes <= bound, "path %d, mode %d, batch %d, heads %d, s_q %d: %llu > %llu",
+                 (int)step.path, (int)step.mode, step.batch, step.heads, step.s_q,
+                 (unsigned long long)bytes, (unsigned long long)bound);
+        /* a plan is a short record per request and per SM, never per token */
+        TU_CHECK(plan > 0 && plan <= 64 * ((size_t)step.batch + 16 * kSms) + 4096,
+                 "batch %d: plan of %llu bytes", step.batch, (unsigned long long)plan);
     }
+    /* by hand: 128 rows are 2 tiles of 64 and 66 parts for 132 SMs, or 4 of 32 and 33 parts; a part may
+       leave 2 partial results, of 512 floats and 4 more a row */
+    snapmla_step step = good_step();
+    size_t bytes = 0;
+    step.path = SNAPMLA_PATH_SM90;
+    step.s_q = 1;
+    step.heads = 128;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK_INT(bytes, 34873344); /* 2 * 66 * 128 * (2048 + 16) */
+    step.mode = SNAPMLA_MODE_PRECISE;
+    EXPECT(snapmla_decode_workspace(&step, &bytes), SNAPMLA_OK);
+    TU_CHECK_INT(bytes, 17436672); /* 2 * 33 * 128 * (2048 + 16) */
 }
 
 /* max_seq_len and page size do not matter in the default policy; more SMs never need less. */

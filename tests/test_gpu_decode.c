@@ -1235,30 +1235,96 @@ static void test_precise_beside_default(void **state)
 {
     (void)state;
     gpu_need();
-    spec s = basic(8700, 3, 1, 16, 3000);
-    problem *p = problem_new(&s);
-    const bounds fine = {2.5e-3, 4e-3, 1, gpu_path == SNAPMLA_PATH_GENERAL ? 1e-4 : 1e-3, 0};
-    result precise = run(p);
-    verdict v = compare(p, &precise, SNAPMLA_REF_EXACT, 1e9);
-    CHECK_VERDICT(p, &v, &fine);
-    p->s.q_planes = 1;
-    problem_upload(p);
-    result planes = run(p);
-    v = compare(p, &planes, SNAPMLA_REF_EXACT, 1e9); /* against the planes */
-    CHECK_VERDICT(p, &v, &fine);
-    p->s.q_planes = 0;
-    v = compare(p, &planes, SNAPMLA_REF_EXACT, 1e9); /* against the BF16 queries */
-    TU_CHECK_LE(5e-3, v.rms);
-    problem_upload(p);
-    gpu_mode = SNAPMLA_MODE_DEFAULT;
-    result rounded = run(p);
-    gpu_mode = SNAPMLA_MODE_PRECISE;
-    v = compare(p, &rounded, SNAPMLA_REF_EXACT, 1e9);
-    TU_CHECK_LE(5e-3, v.rms);
-    result_free(&precise);
-    result_free(&planes);
-    result_free(&rounded);
-    problem_free(p);
+    static const int heads[] = {16, 24, 40, 100}; /* tiles of 16 rows and of more */
+    for (int i = 0; i < COUNT(heads); i++) {
+        spec s = basic(8700, 3, 1, heads[i], 3000); /* the same lengths */
+        problem *p = problem_new(&s);
+        const bounds fine = {2.5e-3, 4e-3, 1, gpu_path == SNAPMLA_PATH_GENERAL ? 1e-4 : 1e-3, 0};
+        result precise = run(p);
+        verdict v = compare(p, &precise, SNAPMLA_REF_EXACT, 2e8);
+        CHECK_VERDICT(p, &v, &fine);
+        p->s.q_planes = 1;
+        problem_upload(p);
+        result planes = run(p);
+        v = compare(p, &planes, SNAPMLA_REF_EXACT, 2e8); /* against the planes */
+        CHECK_VERDICT(p, &v, &fine);
+        p->s.q_planes = 0;
+        v = compare(p, &planes, SNAPMLA_REF_EXACT, 2e8); /* against the BF16 queries */
+        TU_CHECK_LE(5e-3, v.rms);
+        problem_upload(p);
+        gpu_mode = SNAPMLA_MODE_DEFAULT;
+        result rounded = run(p);
+        gpu_mode = SNAPMLA_MODE_PRECISE;
+        v = compare(p, &rounded, SNAPMLA_REF_EXACT, 2e8);
+        TU_CHECK_LE(5e-3, v.rms);
+        result_free(&precise);
+        result_free(&planes);
+        result_free(&rounded);
+        problem_free(p);
+    }
+}
+
+/* Queries that e4m3 holds: a scale of the row and content of up to 240, 128 or more in one dim, as BF16
+   and as planes.  Their scale is the one that the precise mode takes for the BF16 ones, whose content it
+   holds in one e4m3: nothing is left for a second. */
+static void put_exact_queries(problem *p)
+{
+    tu_rng rng = tu_seed(p->s.seed + 7);
+    const int64_t rows = (int64_t)p->s.batch * p->s.heads;
+    for (int64_t k = 0; k < rows; k++) {
+        const int power = -8 + (int)(k % 3), most = (int)tu_below(&rng, kLatent);
+        uint16_t *q = q_row(p, (int)(k / p->s.heads), 0, (int)(k % p->s.heads));
+        p->q_scale[k] = (float)ldexp(1, power);
+        for (int d = 0; d < kLatent; d++) {
+            const uint32_t magnitude = d == most ? 0x70 + tu_below(&rng, 8) : tu_below(&rng, 0x78);
+            const uint8_t code = (uint8_t)(magnitude | tu_below(&rng, 2) << 7);
+            p->q_content[k * kLatent + d] = code;
+            q[d] = tu_bf16(ldexp(snapmla_ref_e4m3_to_float(code), power));
+        }
+        for (int d = 0; d < kRope; d++)
+            p->q_rope[k * kRope + d] = tu_bf16(ldexp(tu_from_bf16(q[kLatent + d]), -power));
+    }
+}
+
+static result run_on_two_sms(problem *p)
+{
+    const view v = view_all(p);
+    stage st = stage_new(p, &v);
+    st.desc.step.sm_count = 2;
+    OK(snapmla_plan(&st.desc.step));
+    OK(snapmla_decode(&st.desc));
+    result r = stage_read(&st);
+    stage_free(&st);
+    return r;
+}
+
+/* Planes whose values BF16 queries have, too, in several splits of a CTA: the same bits.  Before them, any
+   queries on every SM leave in shared memory what e4m3 cannot hold of them. */
+static void test_precise_planes_of_exact_queries(void **state)
+{
+    (void)state;
+    gpu_need();
+    static const int heads[] = {16, 20, 40, 128};
+    static const int32_t lens[] = {700, 64, 1, 1300, 0, 129, 500, 65, 1000};
+    for (int i = 0; i < COUNT(heads); i++) {
+        spec s = basic(8750 + (uint64_t)i, COUNT(lens), 1, heads[i], 0);
+        s.lens = lens;
+        problem *p = problem_new(&s);
+        result other = run(p);
+        put_exact_queries(p);
+        p->s.q_planes = 1;
+        problem_upload(p);
+        result planes = run_on_two_sms(p);
+        CHECK_REFERENCE(p, &planes, 5e7);
+        p->s.q_planes = 0;
+        problem_upload(p);
+        result r = run_on_two_sms(p);
+        CHECK_SAME_BITS(&r, &planes);
+        result_free(&other);
+        result_free(&planes);
+        result_free(&r);
+        problem_free(p);
+    }
 }
 
 /* Queries from the smallest to the largest BF16 numbers, some dims 2^-30 of the others. */
@@ -1314,6 +1380,7 @@ int run_precise_tests(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_precise_beside_default),
+        cmocka_unit_test(test_precise_planes_of_exact_queries),
         PRECISE_TEST(test_queries_of_any_size),
         PRECISE_TEST(test_absurd_logits),
         PRECISE_TEST(test_hand_computed),
