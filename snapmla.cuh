@@ -125,8 +125,8 @@
        which changes nothing above 2^-25 of its largest, and p8 the f16 of f / S', 11 bits down to 2^-22
        of the block's largest.  On the Hopper path both become sums of two e4m3, the second of what the
        first leaves: q to 2^-17 of its largest, 8 bits of P down to 2^-10 of its unit; S' is not
-       rounded, and lq is l.  A block of one dominant token still returns it exactly.  Quantised planes
-       of q are taken as they are, and only P is precise.
+       rounded, lq is l, and QK takes eight accumulators of 64 dims.  A block of one dominant token still
+       returns it exactly.  Quantised planes of q are taken as they are, and only P is precise.
        Results do not depend on anything but the inputs and the cut into splits, and repeat bit for
        bit.  With split_tokens fixed, a row's bits depend on its own request only, and s_q query tokens
        give the bits of s_q calls with one.
@@ -3908,21 +3908,23 @@ SMLA_DEV smla_hopper_rows<kCount> smla_hopper_begin_rows(smla_hopper_smem &sm, c
     return rows;
 }
 
-/* Q K^T over the i-th 128 of the latent dims, into a fresh accumulator of 64 rows x 64 tokens or, with few
-   rows, K Q^T of 64 tokens x rows.  After the last of four comes rope, in BF16, which must follow FP8 on an
-   accumulator. */
-template <int kRegs>
+/* Q K^T over the i-th 32 * kSteps of the latent dims, into a fresh accumulator of 64 rows x 64 tokens or,
+   with few rows, K Q^T of 64 tokens x rows.  After the last of them comes rope, in BF16, which must follow
+   FP8 on an accumulator. */
+template <int kSteps, int kRegs>
 SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int i, float (&d)[kRegs])
 {
-    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + i * smla_kColumn, 1024, smla_kSwizzle128);
-    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + i * smla_kColumn, 1024,
+    const uint32_t column = i * kSteps / 4 * smla_kColumn, first = i * kSteps % 4;
+    const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
+    const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
                                        smla_kSwizzle128);
     const uint64_t a = kRegs == 32 ? q : k, b = kRegs == 32 ? k : q;
     smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int step = 0; step < 4; ++step) smla_wgmma_k32_e4m3(d, a + 2 * step, b + 2 * step, step != 0);
-    if (i == 3) { /* rope lies behind the content, of Q and in the stage alike */
+    for (int step = 0; step < kSteps; ++step)
+        smla_wgmma_k32_e4m3(d, a + 2 * (first + step), b + 2 * (first + step), step != 0);
+    if ((i + 1) * kSteps == 16) { /* rope lies behind the content, of Q and in the stage alike */
         const uint64_t behind = smla_kColumn >> 4;
         SMLA_UNROLL
         for (int step = 0; step < 4; ++step)
@@ -3958,12 +3960,6 @@ SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, flo
     }
 }
 
-/* Four accumulators in their order. */
-template <int kRegs> SMLA_DEV float smla_sum_of_parts(const float (&part)[4][kRegs], int i)
-{
-    return ((part[0][i] + part[1][i]) + part[2][i]) + part[3][i];
-}
-
 /* Scores of a block to logits without the row's factor; of the four accumulators three are one already,
    and x may be that one. */
 SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[2][32], float (&x)[32])
@@ -3978,15 +3974,18 @@ SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[2][32]
     }
 }
 
-/* The precise mode: the scores of Q's hi and lo parts are those of one row. */
-SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[4][32], float (&x)[16])
+/* The precise mode: the scores of Q's hi and lo parts are those of one row; part[2] is the sum of all but the
+   last two accumulators. */
+SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[3][32], float (&x)[16])
 {
     SMLA_UNROLL
     for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
-        for (int i = 0; i < 2; ++i)
-            x[2 * j + i] = (smla_sum_of_parts(part, 4 * j + i) + smla_sum_of_parts(part, 4 * j + 2 + i))
-                         * (i ? k[j].y : k[j].x);
+        for (int i = 0; i < 2; ++i) {
+            const int hi = 4 * j + i, lo = hi + 2;
+            x[2 * j + i] = (((part[2][hi] + part[0][hi]) + part[1][hi])
+                            + ((part[2][lo] + part[0][lo]) + part[1][lo])) * (i ? k[j].y : k[j].x);
+        }
     }
 }
 
@@ -4055,8 +4054,7 @@ SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float
     uint32_t normal = 0x80808080u;
     SMLA_UNROLL
     for (int jj = 0; jj < 4; ++jj) {
-        if (jj == 0) ask(2);
-        if (jj == 2) ask(3);
+        if (jj % 2 == 0) ask(2 + jj / 2);
         SMLA_UNROLL
         for (int h = 0; h < kCount; ++h) {
             float w[4], e[4];
@@ -4102,14 +4100,14 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
 
 /* Asks for a block's scores, when it has landed; they are under way on return.  The FP8 tensor core keeps
    13 fraction bits of a sum, and what it truncates grows with the sum: four accumulators of 128 dims,
-   added in f32 one after the other, keep logits of deviation 1 to 1.2e-4 rms, 1.1e-3 at most.  Where
-   registers are scarce two accumulators take turns, and the first becomes the sum of three. */
+   added in f32 one after the other, keep logits of deviation 1 to 1.2e-4 rms, 1.1e-3 at most.  Registers
+   are scarce, so two of them take turns, and the first becomes the sum of three. */
 SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, float (&part)[2][32])
 {
     const int stage = ring.stage();
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-    smla_hopper_scores(sm, stage, 0, part[0]);
-    smla_hopper_scores(sm, stage, 1, part[1]);
+    smla_hopper_scores<4>(sm, stage, 0, part[0]);
+    smla_hopper_scores<4>(sm, stage, 1, part[1]);
     smla_wgmma_wait<1>();
     smla_pin(part[0]);
     SMLA_UNROLL
@@ -4118,16 +4116,32 @@ SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, f
         smla_pin(part[1]);
         SMLA_UNROLL
         for (int n = 0; n < 32; ++n) part[0][n] += part[1][n];
-        smla_hopper_scores(sm, stage, i, part[1]);
+        smla_hopper_scores<4>(sm, stage, i, part[1]);
     }
 }
 
-SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, float (&part)[4][32])
+/* The precise mode has eight of 64 dims, since one product far above the others costs these bits.  Here are
+   two of them, the i-th of four times: into part[0] and part[1], whose last contents part[2] adds up. */
+SMLA_DEV void smla_hopper_ask(const smla_hopper_smem &sm, int stage, int i, float (&part)[3][32])
+{
+    if (i > 0) {
+        smla_wgmma_wait<0>();
+        smla_pin(part[0]);
+        smla_pin(part[1]);
+        SMLA_UNROLL
+        for (int n = 0; n < 32; ++n)
+            part[2][n] = (i == 1 ? part[0][n] : part[2][n] + part[0][n]) + part[1][n];
+    }
+    smla_hopper_scores<2>(sm, stage, 2 * i, part[0]);
+    smla_hopper_scores<2>(sm, stage, 2 * i + 1, part[1]);
+}
+
+SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, float (&part)[3][32])
 {
     const int stage = ring.stage();
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_hopper_scores(sm, stage, i, part[i]);
+    for (int i = 0; i < 4; ++i) smla_hopper_ask(sm, stage, i, part);
 }
 
 /* S' of a thread's rows to where values look for them.  By default two bf16 share a word, rounded. */
@@ -4161,7 +4175,7 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, const smla_ring &r
     const int q = t & 3, tile_row = smla_hopper_tile_row(t), stage = ring.stage();
     const int next_stage = next.stage();
     auto ask = [&](int i) {
-        if constexpr (kAhead) smla_hopper_scores(sm, next_stage, i, part[i]);
+        if constexpr (kAhead) smla_hopper_ask(sm, next_stage, i, part);
     };
     smla_hopper_block &block = sm.block[stage];
     float factor[kCount];
@@ -4177,7 +4191,7 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, const smla_ring &r
     }
     smla_wgmma_wait<0>();
     SMLA_UNROLL
-    for (int i = kParts == 2 ? 1 : 0; i < kParts; ++i) smla_pin(part[i]);
+    for (int i = kParts == 2 ? 1 : 0; i < 2; ++i) smla_pin(part[i]);
     smla_hopper_weigh(k, part, x);
     if (kAhead) smla_mbarrier_wait(smla_smem_addr(&sm.full[next_stage]), next.parity());
     ask(0);
@@ -4206,12 +4220,12 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, const smla_ring &r
         if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
 }
 
-/* The blocks of a split.  One row a thread, as in the precise mode, leaves registers for all four
-   accumulators, and so for scores that are ahead. */
+/* The blocks of a split.  One row a thread, as in the precise mode, leaves registers for scores that are
+   ahead. */
 SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
                                          smla_hopper_rows<1> &rows)
 {
-    float part[4][32], x[16];
+    float part[3][32], x[16];
     if (ring.block == end) return;
     smla_hopper_ask_all(sm, ring, part);
 #pragma unroll 1
@@ -4368,27 +4382,58 @@ SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_para
         factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
-/* Scores of a block in four accumulators, as smla_hopper_ask has them; they are under way on
-   return, and smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
+/* Scores of a block in four accumulators, as in smla_hopper_ask_all; they are under way on return, and
+   smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
 template <int kRegs>
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])
 {
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_hopper_scores(sm, stage, i, part[i]);
+    for (int i = 0; i < 4; ++i) smla_hopper_scores<4>(sm, stage, i, part[i]);
 }
 
-/* kRegs = kCount, or twice that in the precise mode: the scores of Q's hi and lo parts. */
-template <int kRegs, int kCount>
-SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][kRegs], const float (&k)[2], float (&x)[kCount])
+template <int kRegs>
+SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][kRegs], const float (&k)[2], float (&x)[kRegs])
 {
     smla_wgmma_wait<0>();
     SMLA_UNROLL
     for (int i = 0; i < 4; ++i) smla_pin(part[i]);
     SMLA_UNROLL
-    for (int n = 0; n < kCount; ++n) {
-        float sum = smla_sum_of_parts(part, n);
-        if (kRegs > kCount) sum += smla_sum_of_parts(part, n + kCount);
-        x[n] = sum * k[n >> 1 & 1];
+    for (int n = 0; n < kRegs; ++n)
+        x[n] = (((part[0][n] + part[1][n]) + part[2][n]) + part[3][n]) * k[n >> 1 & 1];
+}
+
+/* The same of the precise mode: eight accumulators, in two halves, of Q's hi and lo parts. */
+SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][16],
+                                     float (&first)[16])
+{
+    SMLA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) smla_hopper_scores<2>(sm, stage, 4 * half + i, part[i]);
+        if (half == 1) return; /* the second half is under way */
+        smla_wgmma_wait<0>();
+        SMLA_UNROLL
+        for (int i = 0; i < 4; ++i) smla_pin(part[i]);
+        SMLA_UNROLL
+        for (int n = 0; n < 16; ++n) first[n] = ((part[0][n] + part[1][n]) + part[2][n]) + part[3][n];
+    }
+}
+
+SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][16], const float (&first)[16], const float (&k)[2],
+                                    float (&x)[8])
+{
+    smla_wgmma_wait<0>();
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) smla_pin(part[i]);
+    SMLA_UNROLL
+    for (int n = 0; n < 8; ++n) {
+        float sum[2]; /* of hi and lo */
+        SMLA_UNROLL
+        for (int rest = 0; rest < 2; ++rest) {
+            const int m = n + 8 * rest;
+            sum[rest] = (((first[m] + part[0][m]) + part[1][m]) + part[2][m]) + part[3][m];
+        }
+        x[n] = (sum[0] + sum[1]) * k[n >> 1 & 1];
     }
 }
 
@@ -4443,14 +4488,17 @@ SMLA_DEV void smla_hopper_scores_block(smla_hopper_smem &sm, int stage, uint32_t
     const int lane = t & 31, token = 16 * (t >> 5) + (lane >> 2), buffer = to.buffer();
     const smla_hopper_block &block = sm.block[stage];
     float part[4][kPrecise ? kRows : kRows / 2], x[kRows / 2];
+    [[maybe_unused]] float first[16];
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    smla_hopper_scores_few(sm, stage, part);
+    if constexpr (kPrecise) smla_hopper_scores_few(sm, stage, part, first);
+    else smla_hopper_scores_few(sm, stage, part);
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
     const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
     const float k[2] = {k_s[token], k_s[token + 8]};
     const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
     const int32_t mask = block.info.mask;
-    smla_hopper_weigh_few(part, k, x);
+    if constexpr (kPrecise) smla_hopper_weigh_few(part, first, k, x);
+    else smla_hopper_weigh_few(part, k, x);
     if (mask) smla_hopper_mask_few(sm, stage, t, x);
     const float top = smla_hopper_top_few<kRows>(lane, log2_k, factor, x);
     smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
