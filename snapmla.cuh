@@ -3532,7 +3532,7 @@ SMLA_DEV smla_hopper_work smla_hopper_read_work(const smla_decode_params &p)
     const int lane = threadIdx.x & 31;
     smla_hopper_work work;
     work.index = smla_part_index(p);
-    work.member = smla_part_member(p);
+    work.member = (int32_t)blockIdx.x - work.index * p.group; /* smla_part_member would divide again */
     work.part = p.part[work.index];
     work.seq_len = smla_hopper_few_requests(p)
                  ? p.seq_lens[smla_min(lane, (int)p.policy.batch - 1)] : 0;
@@ -3894,17 +3894,20 @@ SMLA_DEV smla_hopper_rows<kCount> smla_hopper_begin_rows(smla_hopper_smem &sm, c
     for (int h = 0; h < kCount; ++h) {
         const int r = smla_hopper_row<kCount>(t, h), at = smla_hopper_tile_row(t) + 8 * h;
         const int32_t row = s.tile * p.tile_rows + r;
-        const bool real = row < p.rows;
+        const bool real = r < p.tile_rows && row < p.rows;
         if ((t & 3) == 0) {
             sm.limit[at] = smla_row_limit(p, row, s.len);
             /* above 0 and no NaN, so that -inf stays -inf; where q_s is NaN, content is, too */
             if (!real || !(sm.factor[at] >= smla_kFactorFloor)) sm.factor[at] = smla_kFactorFloor;
         }
-        rows.ref[h] = smla_neg_inf();
-        rows.l[h] = 0.0f;
     }
     if (kCount == 2) sm.flushed[t] = make_float2(0.0f, 0.0f);
     __syncwarp();
+    SMLA_UNROLL
+    for (int h = 0; h < kCount; ++h) {
+        rows.ref[h] = smla_neg_inf();
+        rows.l[h] = 0.0f;
+    }
     return rows;
 }
 
@@ -3944,32 +3947,31 @@ SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, flo
     const smla_block_info info = sm.block[stage].info;
     const uint32_t even = info.bad_even >> q, odd = info.bad_odd >> q;
     const int32_t token0 = sm.block[stage].token0;
+    int32_t limit[kCount];
     SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        const int32_t limit = smla_min(info.valid, sm.limit[tile_row + 8 * h] - token0);
+    for (int h = 0; h < kCount; ++h) limit[h] = sm.limit[tile_row + 8 * h] - token0;
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
-        for (int j = 0; j < 8; ++j) {
-            SMLA_UNROLL
-            for (int i = 0; i < 2; ++i) {
-                float &score = x[smla_score<kCount>(j, h, i)];
-                const bool bad = (i ? odd : even) >> 4 * j & 1;
-                const bool seen = 8 * j + 2 * q + i < limit;
-                score = !seen ? smla_neg_inf() : bad ? __uint_as_float(smla_kNanF32) : score;
-            }
+        for (int i = 0; i < 2 * kCount; ++i) {
+            const int token = 8 * j + 2 * q + (i & 1), h = i >> 1;
+            const bool bad = ((i & 1) ? odd : even) >> 4 * j & 1;
+            const bool seen = token < smla_min(info.valid, limit[h]);
+            x[2 * kCount * j + i] = !seen ? smla_neg_inf()
+                                  : bad   ? __uint_as_float(smla_kNanF32) : x[2 * kCount * j + i];
         }
     }
 }
 
-/* Scores of a block to logits without the row's factor; of the four accumulators three are one already,
-   and x may be that one. */
-SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[2][32], float (&x)[32])
+/* Scores of a block, x + y, to logits without the row's factor. */
+SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&y)[32], float (&x)[32])
 {
     SMLA_UNROLL
     for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
         for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-            x[i] = (part[0][i] + part[1][i]) * k[j].x;
-            x[i + 1] = (part[0][i + 1] + part[1][i + 1]) * k[j].y;
+            x[i] = (x[i] + y[i]) * k[j].x;
+            x[i + 1] = (x[i + 1] + y[i + 1]) * k[j].y;
         }
     }
 }
@@ -4014,13 +4016,9 @@ template <int kCount>
 SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const float (&top)[kCount],
                                smla_hopper_rows<kCount> &rows)
 {
-    bool up[kCount], any = false;
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        up[h] = top[h] > rows.ref[h] + smla_kRefSlack;
-        any = any || up[h];
-    }
-    if (!__any_sync(~0u, any)) return false;
+    const bool up[2] = {top[0] > rows.ref[0] + smla_kRefSlack,
+                        kCount == 2 && top[kCount - 1] > rows.ref[kCount - 1] + smla_kRefSlack};
+    if (!__any_sync(~0u, up[0] || up[1])) return false;
     SMLA_UNROLL
     for (int h = 0; h < kCount; ++h) {
         const float alpha = up[h] ? smla_ex2(rows.ref[h] - top[h]) : 1.0f;
@@ -4045,7 +4043,8 @@ SMLA_DEV int smla_hopper_place(int t)
 /* Weights of this thread's tokens, rounded, to P: x becomes 2^(logit + shift), and so x k_s is a token's
    weight on its FP8 content.  Four tokens of 16 become one word: the order in which ldmatrix.trans
    delivers V.  In the precise mode, with one row, what e4m3 leaves of a weight goes to the row's lo part.
-   Adds x to l; false if some weight is not a normal number of e4m3.  ask: see smla_hopper_softmax_block. */
+   Adds x to l; false if some weight is not a normal number of e4m3.  ask: see
+   smla_hopper_precise_block. */
 template <int kCount, typename Ask>
 SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float (&factor)[kCount],
                                   const float (&shift)[kCount], float (&x)[16 * kCount],
@@ -4098,26 +4097,29 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
     sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
 }
 
-/* Asks for a block's scores, when it has landed; they are under way on return.  The FP8 tensor core keeps
-   13 fraction bits of a sum, and what it truncates grows with the sum: four accumulators of 128 dims,
-   added in f32 one after the other, keep logits of deviation 1 to 1.2e-4 rms, 1.1e-3 at most.  Registers
-   are scarce, so two of them take turns, and the first becomes the sum of three. */
-SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, float (&part)[2][32])
+/* Waits until d is finished and adds it to x. */
+SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
 {
-    const int stage = ring.stage();
-    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-    smla_hopper_scores<4>(sm, stage, 0, part[0]);
-    smla_hopper_scores<4>(sm, stage, 1, part[1]);
-    smla_wgmma_wait<1>();
-    smla_pin(part[0]);
+    smla_wgmma_wait<0>();
+    smla_pin(d);
     SMLA_UNROLL
-    for (int i = 2; i < 4; ++i) {
-        smla_wgmma_wait<0>();
-        smla_pin(part[1]);
-        SMLA_UNROLL
-        for (int n = 0; n < 32; ++n) part[0][n] += part[1][n];
-        smla_hopper_scores<4>(sm, stage, i, part[1]);
-    }
+    for (int i = 0; i < 32; ++i) x[i] += d[i];
+}
+
+/* Scores of a block: x + y, where y is under way on return.  The FP8 tensor core keeps 13 fraction bits of a
+   sum, and what it truncates grows with the sum: four accumulators of 128 dims, added in f32, keep logits
+   of deviation 1 to 1.2e-4 rms, 1.1e-3 at most. */
+SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
+                                       float (&y)[32])
+{
+    smla_hopper_scores<4>(sm, stage, 0, x);
+    smla_hopper_scores<4>(sm, stage, 1, y);
+    smla_wgmma_wait<1>();
+    smla_pin(x);
+    smla_hopper_add_scores(y, x);
+    smla_hopper_scores<4>(sm, stage, 2, y);
+    smla_hopper_add_scores(y, x);
+    smla_hopper_scores<4>(sm, stage, 3, y);
 }
 
 /* The precise mode has eight of 64 dims, since one product far above the others costs these bits.  Here are
@@ -4136,12 +4138,17 @@ SMLA_DEV void smla_hopper_ask(const smla_hopper_smem &sm, int stage, int i, floa
     smla_hopper_scores<2>(sm, stage, 2 * i + 1, part[1]);
 }
 
-SMLA_DEV void smla_hopper_ask_all(smla_hopper_smem &sm, const smla_ring &ring, float (&part)[3][32])
+/* Of a block: what is added to a row's logits so that the largest y becomes log2 448, and S'. */
+template <int kCount>
+SMLA_DEV void smla_hopper_units(const float (&top)[kCount], const smla_hopper_rows<kCount> &rows,
+                                float (&shift)[kCount], float (&scale)[kCount])
 {
-    const int stage = ring.stage();
-    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
     SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_hopper_ask(sm, stage, i, part);
+    for (int h = 0; h < kCount; ++h) {
+        const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
+        shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
+        scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
+    }
 }
 
 /* S' of a thread's rows to where values look for them.  By default two bf16 share a word, rounded. */
@@ -4162,26 +4169,17 @@ SMLA_DEV void smla_hopper_put_scale(smla_hopper_block &block, int t, const float
         block.block_scale[row >> 1 & 3][2 * (row >> 3) + (row & 1)] = __float_as_uint(scale[0]);
 }
 
-/* One block: from scores, which have been asked for, to weights in shared memory.
-   kAhead: there is a next block, and its scores are asked for between the steps of this one's softmax, in
-   quarters, since a warp that issues many wgmma stands still until all but a few are done.
-   x: space for the logits; without kAhead it may be part[0]. */
-template <bool kAhead, int kCount, int kParts>
-SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, const smla_ring &ring, int t,
-                                        float (&part)[kParts][32], float (&x)[16 * kCount],
-                                        smla_hopper_rows<kCount> &rows)
+/* One block: from scores to weights in shared memory. */
+SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
+                                        smla_hopper_rows<2> &rows)
 {
-    const smla_ring next = {ring.block + 1};
-    const int q = t & 3, tile_row = smla_hopper_tile_row(t), stage = ring.stage();
-    const int next_stage = next.stage();
-    auto ask = [&](int i) {
-        if constexpr (kAhead) smla_hopper_ask(sm, next_stage, i, part);
-    };
+    const int q = t & 3, tile_row = smla_hopper_tile_row(t);
     smla_hopper_block &block = sm.block[stage];
-    float factor[kCount];
-    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), ring.parity());
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) factor[h] = sm.factor[tile_row + 8 * h];
+    float x[32], y[32];
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
+    smla_hopper_block_scores(sm, stage, x, y);
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
+    const float factor[2] = {sm.factor[tile_row], sm.factor[tile_row + 8]};
     const int32_t mask = block.info.mask;
     float2 k[8], log2_k[8]; /* of tokens 8j + 2q, + 1 */
     SMLA_UNROLL
@@ -4190,60 +4188,94 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, const smla_ring &r
         log2_k[j] = block.log2_k_s[4 * j + q];
     }
     smla_wgmma_wait<0>();
-    SMLA_UNROLL
-    for (int i = kParts == 2 ? 1 : 0; i < 2; ++i) smla_pin(part[i]);
-    smla_hopper_weigh(k, part, x);
-    if (kAhead) smla_mbarrier_wait(smla_smem_addr(&sm.full[next_stage]), next.parity());
-    ask(0);
-    if (mask) smla_hopper_mask<kCount>(sm, stage, t, x);
-    float top[kCount], shift[kCount], scale[kCount], l[kCount] = {};
-    smla_hopper_top<kCount>(log2_k, factor, x, top);
-    ask(1);
-    const bool moved = smla_hopper_move<kCount>(sm, stage, t, top, rows);
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
-        shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
-        scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
-    }
+    smla_pin(y);
+    smla_hopper_weigh(k, y, x);
+    if (mask) smla_hopper_mask<2>(sm, stage, t, x);
+    float top[2], shift[2], scale[2], l[2] = {0.0f, 0.0f};
+    smla_hopper_top<2>(log2_k, factor, x, top);
+    const bool moved = smla_hopper_move<2>(sm, stage, t, top, rows);
+    smla_hopper_units<2>(top, rows, shift, scale);
     smla_hopper_put_scale(block, t, scale);
     if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&block.moved)[t >> 5] = moved;
     uint32_t to = smla_smem_addr(block.weight) + smla_hopper_place(t);
     asm volatile("" : "+r"(to)); /* four addresses from one register, not from four */
-    const bool normal = smla_hopper_weights<kCount>(k, to, factor, shift, x, l, ask);
+    const bool normal = smla_hopper_weights<2>(k, to, factor, shift, x, l, [](int) {});
     smla_fence_async();
     __syncwarp();
     if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
     SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
-    if constexpr (kCount == 2)
-        if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
+    for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
+    if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
 }
 
-/* The blocks of a split.  One row a thread, as in the precise mode, leaves registers for scores that are
-   ahead. */
-SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
-                                         smla_hopper_rows<1> &rows)
+/* The same of the precise mode, from scores that have been asked for.  One row a thread leaves registers for
+   the next block's: where there is one (kAhead), they are asked for between the steps of this one's
+   softmax, in quarters, since a warp that issues many wgmma stands still until all but a few are done. */
+template <bool kAhead>
+SMLA_DEV void smla_hopper_precise_block(smla_hopper_smem &sm, const smla_ring &ring, int t,
+                                        float (&part)[3][32], smla_hopper_rows<1> &rows)
 {
-    float part[3][32], x[16];
-    if (ring.block == end) return;
-    smla_hopper_ask_all(sm, ring, part);
-#pragma unroll 1
-    for (; ring.block + 1 != end; ++ring.block)
-        smla_hopper_softmax_block<true>(sm, ring, t, part, x, rows);
-    smla_hopper_softmax_block<false>(sm, ring, t, part, x, rows);
-    ++ring.block;
+    const smla_ring next = {ring.block + 1};
+    const int q = t & 3, stage = ring.stage(), next_stage = next.stage();
+    smla_hopper_block &block = sm.block[stage];
+    auto ask = [&](int i) {
+        if constexpr (kAhead) smla_hopper_ask(sm, next_stage, i, part);
+    };
+    float x[16];
+    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), ring.parity());
+    const float factor[1] = {sm.factor[smla_hopper_tile_row(t)]};
+    const int32_t mask = block.info.mask;
+    float2 k[8], log2_k[8]; /* of tokens 8j + 2q, + 1 */
+    SMLA_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        k[j] = block.k_s[4 * j + q];
+        log2_k[j] = block.log2_k_s[4 * j + q];
+    }
+    smla_wgmma_wait<0>();
+    smla_pin(part[0]);
+    smla_pin(part[1]);
+    smla_hopper_weigh(k, part, x);
+    if (kAhead) smla_mbarrier_wait(smla_smem_addr(&sm.full[next_stage]), next.parity());
+    ask(0);
+    if (mask) smla_hopper_mask<1>(sm, stage, t, x);
+    float top[1], shift[1], scale[1], l[1] = {0.0f};
+    smla_hopper_top<1>(log2_k, factor, x, top);
+    ask(1);
+    const bool moved = smla_hopper_move<1>(sm, stage, t, top, rows);
+    smla_hopper_units<1>(top, rows, shift, scale);
+    smla_hopper_put_scale(block, t, scale);
+    if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&block.moved)[t >> 5] = moved;
+    uint32_t to = smla_smem_addr(block.weight) + smla_hopper_place(t);
+    asm volatile("" : "+r"(to)); /* four addresses from one register, not from four */
+    smla_hopper_weights<1>(k, to, factor, shift, x, l, ask);
+    smla_fence_async();
+    __syncwarp();
+    if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
+    rows.l[0] = fmaf(l[0], scale[0], rows.l[0]);
 }
 
+/* The blocks of a split. */
 SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
                                          smla_hopper_rows<2> &rows)
 {
-    float part[2][32];
 #pragma unroll 1
-    for (; ring.block != end; ++ring.block) {
-        smla_hopper_ask_all(sm, ring, part);
-        smla_hopper_softmax_block<false>(sm, ring, t, part, part[0], rows);
-    }
+    for (; ring.block != end; ++ring.block)
+        smla_hopper_softmax_block(sm, ring.stage(), ring.parity(), t, rows);
+}
+
+SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
+                                         smla_hopper_rows<1> &rows)
+{
+    float part[3][32];
+    if (ring.block == end) return;
+    const int stage = ring.stage();
+    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
+    SMLA_UNROLL
+    for (int i = 0; i < 4; ++i) smla_hopper_ask(sm, stage, i, part);
+#pragma unroll 1
+    for (; ring.block + 1 != end; ++ring.block) smla_hopper_precise_block<true>(sm, ring, t, part, rows);
+    smla_hopper_precise_block<false>(sm, ring, t, part, rows);
+    ++ring.block;
 }
 
 /* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
@@ -4282,7 +4314,7 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
     constexpr int kCount = kPrecise ? 1 : 2;
     int t = threadIdx.x & 127;
     asm volatile("" : "+r"(t)); /* hidden, so that it is kept instead of being read again */
-    const int lane = t & 31, warp = t >> 5;
+    const int lane = t & 31, warp = t >> 5, tile_row = smla_hopper_tile_row(t);
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
         if (index > 0 && s.end > s.begin)
@@ -4294,7 +4326,7 @@ SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params
             const float l = smla_row_sum(rows.l[h]);
             const float lq = kPrecise ? l : smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
             if ((lane & 3) != 0) continue;
-            float4 &stat = sm.stat[index & 1][smla_hopper_row<kCount>(t, h)];
+            float4 &stat = sm.stat[index & 1][kCount == 2 ? tile_row + 8 * h : smla_hopper_row<kCount>(t, h)];
             stat.x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
             stat.y = l;
             stat.z = lq;
@@ -4382,7 +4414,7 @@ SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_para
         factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
-/* Scores of a block in four accumulators, as in smla_hopper_ask_all; they are under way on return, and
+/* Scores of a block in four accumulators, as in smla_hopper_block_scores; they are under way on return, and
    smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
 template <int kRegs>
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])

@@ -163,8 +163,8 @@ g masked_weight_times_nan 'smla_general_round(precise, e.x == 0.0f ? 0.0f : e.x 
 
 # --- the Hopper kernel ---
 w() { mutant hopper test_gpu "$@"; }
-w hopper_mask_off_by_one 'const bool seen = 8 * j + 2 * q + i < limit;' \
-    'const bool seen = 8 * j + 2 * q + i <= limit;'
+w hopper_mask_off_by_one 'const bool seen = token < smla_min(info.valid, limit[h]);' \
+    'const bool seen = token <= smla_min(info.valid, limit[h]);'
 w hopper_few_mask_off_by_one 'const bool seen = token < smla_min(info.valid, sm.limit[row] - token0);' \
     'const bool seen = token <= smla_min(info.valid, sm.limit[row] - token0);'
 w hopper_mask_too_late '> seen_by_all;' '> seen_by_all + smla_kBlock;'

@@ -212,6 +212,7 @@ static int run_guard_tests(void)
 
 static int run_all(void)
 {
+    gpu_mode = SNAPMLA_MODE_DEFAULT; /* the run before left another */
     int failed = run_harness_tests();
     failed += run_guard_tests();
     failed += run_data_tests();
