@@ -4632,7 +4632,8 @@ SMLA_DEV void smla_hopper_weights_few(smla_hopper_block &block, int t, const flo
             __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), select);
         if (kPrecise) {
             const uint32_t rest = smla_e4m3x4_of_rest(w, codes);
-            *reinterpret_cast<uint32_t *>(to + (smla_hopper_roles<kRows, kPrecise>::kRest + 8 * j) * smla_kBlock) =
+            constexpr int kRest = smla_hopper_roles<kRows, kPrecise>::kRest;
+            *reinterpret_cast<uint32_t *>(to + (kRest + 8 * j) * smla_kBlock) =
                 __byte_perm(rest, __shfl_xor_sync(~0u, rest, 4), select);
         }
     }
