@@ -145,9 +145,7 @@
                         rows two warpgroups share softmax, scores and weights
        combine          merges the splits of cut requests, always in the same order
        On the Hopper path decode and combine start while the kernel before them in the stream ends, and
-       wait for that end before they read what it wrote.  A kernel of yours that is launched to overlap
-       decode in the same way must wait, too (griddepcontrol.wait), even if it reads nothing of decode's:
-       else what follows it in the stream may start before decode has ended.
+       wait for that end before they read what it wrote.
 
    PATHS       SNAPMLA_PATH_SM90 runs on compute capability 9.0 when code for sm_90a was compiled in and
                page_size is 64 or more; SNAPMLA_PATH_GENERAL runs everywhere.  Both hold the same bounds
@@ -3074,10 +3072,9 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
                         from shared memory, a fresh accumulator per block, then FP32 masters
      WG 2     softmax   S[64 rows x 64 tokens] = Q K^T (FP8, then rope in BF16), the weights,
                         P rounded to e4m3; with 16 or 32 rows two warpgroups share this: WG 2 scores,
-                        WG 4 weights (but not with 32 in the precise mode)
+                        WG 4 weights
      WG 3     warp 0 load: TMA; warp 1 prepare: scales of a block, V rows that must be zero;
-              warps 2, 3 sum: the denominator from the weights as they were rounded (not in the
-                        precise mode)
+              warps 2, 3 sum: the denominator from the weights as they were rounded
    Barriers, in the order of a block's life:
      full     load -> softmax, prepare   content, scales and rope have landed
      ready    prepare -> softmax, values scales are prepared, V rows that do not count are zero
@@ -3098,12 +3095,11 @@ snapmla_decode_general_kernel(const __grid_constant__ smla_decode_params p)
      lq  = sum of P / k_s where P is a normal e4m3 number, else of 2^(logit - m): what acc weighs V
            with, but for V that e4m3 flushes
      acc = sum of P * V8 * S'
-   In the precise mode, in tiles of 16 or 32 rows, Q and P are sums of two e4m3, hi and what it leaves, lo.
-   Tiles of 16 have hi in rows 0 to 15 and lo in 16 to 31; tiles of 32 fill all 64 rows, 8 of hi and 8 of lo
-   in turn, and have the roles of 64 rows.  S' is not rounded, and lq = l.
+   In the precise mode, in tiles of 16 rows, Q and P are sums of two e4m3, hi in rows 0 to 15 and what it
+   leaves in rows 16 to 31 of the tile; S' is not rounded, and lq = l.
    ============================================================================================== */
 SMLA_CONST int smla_kHopperTile = 64; /* most rows */
-SMLA_CONST int smla_kFewRows = 32;    /* at most: tiles that may have a warpgroup more */
+SMLA_CONST int smla_kFewRows = 32;    /* at most: tiles that have a warpgroup more */
 SMLA_CONST int smla_kLoadWarp = 12;
 SMLA_CONST int smla_kStages = 4;
 /* bytes of a column block: 64 tokens x 128 bytes, swizzled */
@@ -3140,12 +3136,11 @@ struct alignas(512) smla_hopper_block {
     float2 k_s[smla_kBlock / 2];             /* 0 for tokens that do not exist or are bad */
     float inverse_k_s[smla_kBlock];          /* in the order of P's bytes */
     float alpha[smla_kHopperTile];
-    /* S' of rows 8j + 2q, + 1: [q][j], two bf16; in the precise mode [q][2j], [q][2j + 1] */
-    uint32_t block_scale[4][smla_kHopperTile / 8];
+    uint32_t block_scale[4][smla_kHopperTile / 8]; /* S' of rows 8j + 2q, + 1: [q][j], two bf16 */
     smla_block_info info;
     int32_t token0;  /* the block's first token */
     int32_t valid;   /* from load to prepare */
-    uint32_t moved;  /* byte w: rows 16w .. 16w+15 have an alpha other than 1; interleaved 8w .. 8w+7 */
+    uint32_t moved;  /* byte w: rows 16w .. 16w+15 have an alpha other than 1 */
 };
 
 struct alignas(1024) smla_hopper_smem {
@@ -3241,13 +3236,14 @@ SMLA_DEV void smla_bar_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-/* setmaxnreg.sync.aligned.u32 kRegs; of a CTA of kThreads that was launched with all registers. */
-template <int kThreads, int kRegs> SMLA_DEV void smla_setmaxnreg()
+template <int kRegs> SMLA_DEV void smla_setmaxnreg_inc()
 {
-    if (kRegs > 65536 / kThreads / 8 * 8)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegs));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegs));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegs));
+}
+
+template <int kRegs> SMLA_DEV void smla_setmaxnreg_dec()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegs));
 }
 
 SMLA_DEV void smla_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -3372,23 +3368,16 @@ SMLA_CONST int smla_kBarQuery = 2; /* softmax: all are done with Q; it has been 
 SMLA_CONST int smla_kBarStore = 3; /* values: what the output's rows need is in stat */
 SMLA_CONST int smla_kBarSums = 4;  /* weights: what the warps add to the rows' sums */
 
-template <int kRows, bool kPrecise> struct smla_hopper_roles {
-    /* all 64 rows of the tile hold Q, in the precise mode two of them a query row */
-    static constexpr bool kWide = kRows * (kPrecise ? 2 : 1) == smla_kHopperTile;
-    /* lo parts: with 16 rows behind all hi parts; with 32, where 8 of hi and 8 of lo take turns, so that one
-       thread has the scores of both, 8 rows behind */
-    static constexpr bool kInterleaved = kPrecise && kRows == 32;
-    static constexpr int kRest = kInterleaved ? 8 : 16;
-    __device__ static int tile_row(int r) { return kInterleaved ? 2 * (r & ~7) + (r & 7) : r; }
-    static constexpr int kThreads = kWide ? 512 : 640;
+template <int kRows> struct smla_hopper_roles {
+    static constexpr int kThreads = kRows == 64 ? 512 : 640;
     /* registers of a thread, by setmaxnreg; 2 * values + softmax + the rest = 512, with few rows and
        weights 480 */
-    static constexpr int kValuesRegs = kWide ? kPrecise ? 144 : 184 : kRows == 32 ? 128 : 112;
-    static constexpr int kSoftmaxRegs = kWide ? kPrecise ? 192 : 112 : 104; /* with few rows: scores */
+    static constexpr int kValuesRegs = kRows == 64 ? 184 : kRows == 32 ? 128 : 112;
+    static constexpr int kSoftmaxRegs = kRows == 64 ? 112 : 104; /* with few rows: scores */
     static constexpr int kWeightsRegs = kRows == 32 ? 80 : 88;
-    static constexpr int kLoadRegs = kWide ? 32 : kRows == 32 ? 40 : 64;
-    static constexpr int kStatWarps = kWide ? 4 : 1; /* of softmax that write stat */
-    static constexpr int kSumWarps = kPrecise ? 0 : kRows < 32 ? 1 : kRows / 32;
+    static constexpr int kLoadRegs = kRows == 64 ? 32 : kRows == 32 ? 40 : 64;
+    static constexpr int kStatWarps = kRows == 64 ? 4 : 1; /* of softmax that write stat */
+    static constexpr int kSumWarps = kRows / 32 > 0 ? kRows / 32 : 1;
 };
 
 /* Over groups of 4 lanes: the threads of a row of wgmma's accumulator. */
@@ -3532,7 +3521,7 @@ SMLA_DEV smla_hopper_work smla_hopper_read_work(const smla_decode_params &p)
     const int lane = threadIdx.x & 31;
     smla_hopper_work work;
     work.index = smla_part_index(p);
-    work.member = (int32_t)blockIdx.x - work.index * p.group; /* smla_part_member would divide again */
+    work.member = (int32_t)blockIdx.x - work.index * p.group;
     work.part = p.part[work.index];
     work.seq_len = smla_hopper_few_requests(p)
                  ? p.seq_lens[smla_min(lane, (int)p.policy.batch - 1)] : 0;
@@ -3708,7 +3697,7 @@ SMLA_DEV void smla_hopper_sum_block(const smla_hopper_smem &sm, int stage, int r
         lq[i] = fmaf(part[i], smla_block_scale(sm.block[stage], r + 16 * i), lq[i]);
 }
 
-template <int kRows>
+template <int kRows, bool kPrecise>
 SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p, int warp)
 {
     constexpr int kRowsOfLane = kRows < 32 ? 1 : 2;
@@ -3721,7 +3710,7 @@ SMLA_DEV void smla_hopper_sum(smla_hopper_smem &sm, const smla_decode_params &p,
         for (const uint32_t end = ring.block + smla_split_blocks(s); ring.block != end; ++ring.block) {
             const int stage = ring.stage();
             smla_mbarrier_wait(smla_smem_addr(&sm.weights[stage]), ring.parity());
-            smla_hopper_sum_block<kRowsOfLane>(sm, stage, row0, lq);
+            if (!kPrecise) smla_hopper_sum_block<kRowsOfLane>(sm, stage, row0, lq);
             __syncwarp();
             if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.empty[stage]));
         }
@@ -3811,8 +3800,10 @@ SMLA_DEV void smla_hopper_two_of_row(const smla_row &row, smla_quantised_row *hi
     hi->scale = lo->scale = __uint_as_float(amax >= 0x7f80u ? smla_kNanF32 : (exponent - 7u) << 23);
 }
 
-/* A row of bf16 Q. */
-template <int kRows, bool kPrecise>
+/* A row of bf16 Q; in the precise mode what its e4m3 leaves goes to row kPreciseRows behind it. */
+SMLA_CONST int smla_kPreciseRows = 16;
+
+template <bool kPrecise>
 SMLA_DEV void smla_hopper_put_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
                                 const smla_row &row)
 {
@@ -3820,21 +3811,19 @@ SMLA_DEV void smla_hopper_put_q(smla_hopper_smem &sm, const smla_decode_params &
         smla_hopper_store_q(sm, p, r, smla_quantise_row(row));
         return;
     }
-    using roles = smla_hopper_roles<kRows, kPrecise>;
     smla_quantised_row hi, lo;
     smla_hopper_two_of_row(row, &hi, &lo);
-    smla_hopper_store_q(sm, p, roles::tile_row(r), hi);
-    smla_hopper_store_q(sm, p, roles::tile_row(r) + roles::kRest, lo);
+    smla_hopper_store_q(sm, p, r, hi);
+    smla_hopper_store_q(sm, p, r + smla_kPreciseRows, lo);
 }
 
 /* A row that is quantised, or all zeros. */
-template <int kRows, bool kPrecise>
+template <bool kPrecise>
 SMLA_DEV void smla_hopper_put_q(smla_hopper_smem &sm, const smla_decode_params &p, int r,
                                 const smla_quantised_row &row)
 {
-    using roles = smla_hopper_roles<kRows, kPrecise>;
-    smla_hopper_store_q(sm, p, roles::tile_row(r), row);
-    if (kPrecise) smla_hopper_store_q(sm, p, roles::tile_row(r) + roles::kRest, {});
+    smla_hopper_store_q(sm, p, r, row);
+    if (kPrecise) smla_hopper_store_q(sm, p, r + smla_kPreciseRows, {});
 }
 
 /* Q of a split to shared memory by `warps` warps, three rows of bf16 ahead.  Rows that do not exist
@@ -3849,7 +3838,7 @@ SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params 
     if (p.q == nullptr) {
 #pragma unroll 1
         for (; r < rows; r += warps)
-            smla_hopper_put_q<kRows, kPrecise>(sm, p, r, smla_load_q_row(p, s.request, row0 + r));
+            smla_hopper_put_q<kPrecise>(sm, p, r, smla_load_q_row(p, s.request, row0 + r));
     } else if (r < rows) {
         smla_row ahead[3];
         SMLA_UNROLL
@@ -3861,63 +3850,49 @@ SMLA_DEV void smla_hopper_load_q(smla_hopper_smem &sm, const smla_decode_params 
             ahead[0] = ahead[1];
             ahead[1] = ahead[2];
             if (r + 3 * warps < rows) ahead[2] = smla_hopper_raw_q(p, s.request, row0 + r + 3 * warps);
-            smla_hopper_put_q<kRows, kPrecise>(sm, p, r, raw);
+            smla_hopper_put_q<kPrecise>(sm, p, r, raw);
         }
     }
-    for (; r < kRows; r += warps) smla_hopper_put_q<kRows, kPrecise>(sm, p, r, smla_quantised_row{});
+    for (; r < kRows; r += warps) smla_hopper_put_q<kPrecise>(sm, p, r, smla_quantised_row{});
     smla_fence_async();
 }
 
 /* ---- softmax ---- */
 
-/* Rows g and g + 8 of a warp's 16, in the precise mode one row, whose hi and lo parts these are: kCount is
-   the number of a thread's rows.  ref is alike in the 4 threads of a row, the sums are of a thread's own
-   tokens.  What of lq is too small for P is in shared memory. */
-template <int kCount> struct smla_hopper_rows {
-    float ref[kCount], l[kCount];
+/* Rows g and g + 8 of a warp's 16.  ref is alike in the 4 threads of a row, the sums are of a thread's
+   own tokens.  What of lq is too small for P is in shared memory. */
+struct smla_hopper_rows {
+    float ref[2], l[2];
 };
 
 SMLA_DEV int smla_hopper_tile_row(int t) { return (t >> 5) * 16 + (t >> 2 & 7); }
 
-/* The h-th of the thread's rows, counted without lo parts. */
-template <int kCount> SMLA_DEV int smla_hopper_row(int t, int h)
+SMLA_DEV smla_hopper_rows smla_hopper_begin_rows(smla_hopper_smem &sm, const smla_decode_params &p,
+                                                 const smla_split &s, int t)
 {
-    return kCount == 1 ? (t >> 5) * 8 + (t >> 2 & 7) : smla_hopper_tile_row(t) + 8 * h;
-}
-
-template <int kCount>
-SMLA_DEV smla_hopper_rows<kCount> smla_hopper_begin_rows(smla_hopper_smem &sm, const smla_decode_params &p,
-                                                         const smla_split &s, int t)
-{
-    smla_hopper_rows<kCount> rows;
     SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        const int r = smla_hopper_row<kCount>(t, h), at = smla_hopper_tile_row(t) + 8 * h;
+    for (int h = 0; h < 2; ++h) {
+        const int r = smla_hopper_tile_row(t) + 8 * h;
         const int32_t row = s.tile * p.tile_rows + r;
         const bool real = r < p.tile_rows && row < p.rows;
         if ((t & 3) == 0) {
-            sm.limit[at] = smla_row_limit(p, row, s.len);
+            sm.limit[r] = smla_row_limit(p, row, s.len);
             /* above 0 and no NaN, so that -inf stays -inf; where q_s is NaN, content is, too */
-            if (!real || !(sm.factor[at] >= smla_kFactorFloor)) sm.factor[at] = smla_kFactorFloor;
+            if (!real || !(sm.factor[r] >= smla_kFactorFloor)) sm.factor[r] = smla_kFactorFloor;
         }
     }
-    if (kCount == 2) sm.flushed[t] = make_float2(0.0f, 0.0f);
+    sm.flushed[t] = make_float2(0.0f, 0.0f);
     __syncwarp();
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        rows.ref[h] = smla_neg_inf();
-        rows.l[h] = 0.0f;
-    }
-    return rows;
+    return {{smla_neg_inf(), smla_neg_inf()}, {0.0f, 0.0f}};
 }
 
-/* Q K^T over the i-th 32 * kSteps of the latent dims, into a fresh accumulator of 64 rows x 64 tokens or,
-   with few rows, K Q^T of 64 tokens x rows.  After the last of them comes rope, in BF16, which must follow
-   FP8 on an accumulator. */
+/* Q K^T over 32 * kSteps of the latent dims, the part-th, into a fresh accumulator of 64 rows x 64 tokens,
+   or, with few rows, K Q^T of 64 tokens x rows.  After the last part comes rope, in BF16, which must
+   follow FP8 on an accumulator. */
 template <int kSteps, int kRegs>
-SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int i, float (&d)[kRegs])
+SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int part, float (&d)[kRegs])
 {
-    const uint32_t column = i * kSteps / 4 * smla_kColumn, first = i * kSteps % 4;
+    const uint32_t column = part * kSteps / 4 * smla_kColumn, step = part * kSteps % 4;
     const uint64_t q = smla_wgmma_desc(smla_smem_addr(sm.q_content) + column, 1024, smla_kSwizzle128);
     const uint64_t k = smla_wgmma_desc(smla_smem_addr(sm.stage[stage]) + column, 1024,
                                        smla_kSwizzle128);
@@ -3925,45 +3900,47 @@ SMLA_DEV void smla_hopper_scores(const smla_hopper_smem &sm, int stage, int i, f
     smla_pin(d);
     smla_wgmma_fence();
     SMLA_UNROLL
-    for (int step = 0; step < kSteps; ++step)
-        smla_wgmma_k32_e4m3(d, a + 2 * (first + step), b + 2 * (first + step), step != 0);
-    if ((i + 1) * kSteps == 16) { /* rope lies behind the content, of Q and in the stage alike */
+    for (int i = 0; i < kSteps; ++i)
+        smla_wgmma_k32_e4m3(d, a + 2 * (step + i), b + 2 * (step + i), i != 0);
+    if ((part + 1) * kSteps == 16) { /* rope lies behind the content, of Q and in the stage alike */
         const uint64_t behind = smla_kColumn >> 4;
         SMLA_UNROLL
-        for (int step = 0; step < 4; ++step)
-            smla_wgmma_k16_bf16(d, a + behind + 2 * step, b + behind + 2 * step);
+        for (int i = 0; i < 4; ++i) smla_wgmma_k16_bf16(d, a + behind + 2 * i, b + behind + 2 * i);
     }
     smla_wgmma_commit();
 }
 
-/* A thread's scores: of token 8j + 2q + i for its h-th row. */
-template <int kCount> SMLA_DEV int smla_score(int j, int h, int i) { return 2 * (kCount * j + h) + i; }
+/* Waits until d is finished and adds it to x. */
+SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
+{
+    smla_wgmma_wait<0>();
+    smla_pin(d);
+    SMLA_UNROLL
+    for (int i = 0; i < 32; ++i) x[i] += d[i];
+}
 
 /* -inf where a row does not see the token, NaN where the token's scale is NaN or Inf. */
-template <int kCount>
-SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, float (&x)[16 * kCount])
+SMLA_DEV void smla_hopper_mask(const smla_hopper_smem &sm, int stage, int t, float (&x)[32])
 {
     const int q = t & 3, tile_row = smla_hopper_tile_row(t);
     const smla_block_info info = sm.block[stage].info;
     const uint32_t even = info.bad_even >> q, odd = info.bad_odd >> q;
     const int32_t token0 = sm.block[stage].token0;
-    int32_t limit[kCount];
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) limit[h] = sm.limit[tile_row + 8 * h] - token0;
+    const int32_t limit[2] = {sm.limit[tile_row] - token0, sm.limit[tile_row + 8] - token0};
     SMLA_UNROLL
     for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
-        for (int i = 0; i < 2 * kCount; ++i) {
+        for (int i = 0; i < 4; ++i) {
             const int token = 8 * j + 2 * q + (i & 1), h = i >> 1;
             const bool bad = ((i & 1) ? odd : even) >> 4 * j & 1;
             const bool seen = token < smla_min(info.valid, limit[h]);
-            x[2 * kCount * j + i] = !seen ? smla_neg_inf()
-                                  : bad   ? __uint_as_float(smla_kNanF32) : x[2 * kCount * j + i];
+            x[4 * j + i] = !seen ? smla_neg_inf()
+                         : bad   ? __uint_as_float(smla_kNanF32) : x[4 * j + i];
         }
     }
 }
 
-/* Scores of a block, x + y, to logits without the row's factor. */
+/* Scores of a block to logits without the row's factor. */
 SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&y)[32], float (&x)[32])
 {
     SMLA_UNROLL
@@ -3976,56 +3953,36 @@ SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&y)[32], floa
     }
 }
 
-/* The precise mode: the scores of Q's hi and lo parts are those of one row; part[2] is the sum of all but the
-   last two accumulators. */
-SMLA_DEV void smla_hopper_weigh(const float2 (&k)[8], const float (&part)[3][32], float (&x)[16])
+/* The largest y = logit + log2 k_s of the thread's two rows in this block. */
+SMLA_DEV void smla_hopper_top(const float2 (&log2_k)[8], const float (&factor)[2],
+                              const float (&x)[32], float (&top)[2])
 {
+    float even[2] = {smla_neg_inf(), smla_neg_inf()}, odd[2] = {smla_neg_inf(), smla_neg_inf()};
     SMLA_UNROLL
     for (int j = 0; j < 8; ++j) {
         SMLA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const int hi = 4 * j + i, lo = hi + 2;
-            x[2 * j + i] = (((part[2][hi] + part[0][hi]) + part[1][hi])
-                            + ((part[2][lo] + part[0][lo]) + part[1][lo])) * (i ? k[j].y : k[j].x);
-        }
-    }
-}
-
-/* The largest y = logit + log2 k_s of the thread's rows in this block. */
-template <int kCount>
-SMLA_DEV void smla_hopper_top(const float2 (&log2_k)[8], const float (&factor)[kCount],
-                              const float (&x)[16 * kCount], float (&top)[kCount])
-{
-    float even[kCount], odd[kCount];
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) even[h] = odd[h] = smla_neg_inf();
-    SMLA_UNROLL
-    for (int j = 0; j < 8; ++j) {
-        SMLA_UNROLL
-        for (int h = 0; h < kCount; ++h) {
-            even[h] = fmaxf(even[h], fmaf(x[smla_score<kCount>(j, h, 0)], factor[h], log2_k[j].x));
-            odd[h] = fmaxf(odd[h], fmaf(x[smla_score<kCount>(j, h, 1)], factor[h], log2_k[j].y));
+        for (int h = 0; h < 2; ++h) {
+            even[h] = fmaxf(even[h], fmaf(x[4 * j + 2 * h], factor[h], log2_k[j].x));
+            odd[h] = fmaxf(odd[h], fmaf(x[4 * j + 2 * h + 1], factor[h], log2_k[j].y));
         }
     }
     SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) top[h] = smla_row_max(fmaxf(even[h], odd[h]));
+    for (int h = 0; h < 2; ++h) top[h] = smla_row_max(fmaxf(even[h], odd[h]));
 }
 
 /* The first keys of a row, or keys far above all before: ref moves to them.  Rare, uniform in a warp. */
-template <int kCount>
-SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const float (&top)[kCount],
-                               smla_hopper_rows<kCount> &rows)
+SMLA_DEV bool smla_hopper_move(smla_hopper_smem &sm, int stage, int t, const float (&top)[2],
+                               smla_hopper_rows &rows)
 {
-    const bool up[2] = {top[0] > rows.ref[0] + smla_kRefSlack,
-                        kCount == 2 && top[kCount - 1] > rows.ref[kCount - 1] + smla_kRefSlack};
+    const bool up[2] = {top[0] > rows.ref[0] + smla_kRefSlack, top[1] > rows.ref[1] + smla_kRefSlack};
     if (!__any_sync(~0u, up[0] || up[1])) return false;
     SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
+    for (int h = 0; h < 2; ++h) {
         const float alpha = up[h] ? smla_ex2(rows.ref[h] - top[h]) : 1.0f;
         if (up[h]) rows.ref[h] = top[h];
         rows.l[h] *= alpha;
-        if (kCount == 2) (h == 0 ? sm.flushed[t].x : sm.flushed[t].y) *= alpha;
-        if ((t & 3) == 0) sm.block[stage].alpha[smla_hopper_row<kCount>(t, h)] = alpha;
+        (h == 0 ? sm.flushed[t].x : sm.flushed[t].y) *= alpha;
+        if ((t & 3) == 0) sm.block[stage].alpha[smla_hopper_tile_row(t) + 8 * h] = alpha;
     }
     return true;
 }
@@ -4042,32 +3999,25 @@ SMLA_DEV int smla_hopper_place(int t)
 
 /* Weights of this thread's tokens, rounded, to P: x becomes 2^(logit + shift), and so x k_s is a token's
    weight on its FP8 content.  Four tokens of 16 become one word: the order in which ldmatrix.trans
-   delivers V.  In the precise mode, with one row, what e4m3 leaves of a weight goes to the row's lo part.
-   Adds x to l; false if some weight is not a normal number of e4m3.  ask: see
-   smla_hopper_precise_block. */
-template <int kCount, typename Ask>
-SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float (&factor)[kCount],
-                                  const float (&shift)[kCount], float (&x)[16 * kCount],
-                                  float (&l)[kCount], Ask ask)
+   delivers V.  Adds x to l; false if some weight is not a normal number of e4m3. */
+SMLA_DEV bool smla_hopper_weights(const float2 (&k)[8], uint32_t to, const float (&factor)[2],
+                                  const float (&shift)[2], float (&x)[32], float (&l)[2])
 {
     uint32_t normal = 0x80808080u;
     SMLA_UNROLL
     for (int jj = 0; jj < 4; ++jj) {
-        if (jj % 2 == 0) ask(2 + jj / 2);
         SMLA_UNROLL
-        for (int h = 0; h < kCount; ++h) {
+        for (int h = 0; h < 2; ++h) {
             float w[4], e[4];
             SMLA_UNROLL
             for (int i = 0; i < 4; ++i) { /* tokens 16jj + 2q, + 1, + 8, + 9 */
-                float &score = x[smla_score<kCount>(2 * jj + (i >> 1), h, i & 1)];
+                float &score = x[8 * jj + 4 * (i >> 1) + 2 * h + (i & 1)];
                 e[i] = score = smla_ex2(fmaf(score, factor[h], shift[h]));
                 w[i] = e[i] * (i & 1 ? k[2 * jj + (i >> 1)].y : k[2 * jj + (i >> 1)].x);
             }
             l[h] += smla_sum_of_4(e);
             const uint32_t codes = smla_e4m3x4_from_f32(w);
             smla_store_shared((to ^ jj << 4) + 8 * h * smla_kBlock, codes);
-            if (kCount == 1)
-                smla_store_shared((to ^ jj << 4) + 8 * smla_kBlock, smla_e4m3x4_of_rest(w, codes));
             normal &= (codes & 0x78787878u) + 0x78787878u; /* bit 7 of a byte: not 0, not subnormal */
         }
     }
@@ -4097,18 +4047,9 @@ SMLA_DEV void smla_hopper_flushed(smla_hopper_smem &sm, int t, const float2 (&k)
     sm.flushed[t] = make_float2(fmaf(flushed[0], scale[0], sum.x), fmaf(flushed[1], scale[1], sum.y));
 }
 
-/* Waits until d is finished and adds it to x. */
-SMLA_DEV void smla_hopper_add_scores(float (&d)[32], float (&x)[32])
-{
-    smla_wgmma_wait<0>();
-    smla_pin(d);
-    SMLA_UNROLL
-    for (int i = 0; i < 32; ++i) x[i] += d[i];
-}
-
-/* Scores of a block: x + y, where y is under way on return.  The FP8 tensor core keeps 13 fraction bits of a
-   sum, and what it truncates grows with the sum: four accumulators of 128 dims, added in f32, keep logits
-   of deviation 1 to 1.2e-4 rms, 1.1e-3 at most. */
+/* Scores of a block: x + y.  The FP8 tensor core keeps 13 fraction bits of a sum, and what it truncates
+   grows with the sum: four accumulators of 128 dims, added in f32, keep logits of deviation 1 to 1.2e-4
+   rms, 1.1e-3 at most. */
 SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, float (&x)[32],
                                        float (&y)[32])
 {
@@ -4122,56 +4063,9 @@ SMLA_DEV void smla_hopper_block_scores(const smla_hopper_smem &sm, int stage, fl
     smla_hopper_scores<4>(sm, stage, 3, y);
 }
 
-/* The precise mode has eight of 64 dims, since one product far above the others costs these bits.  Here are
-   two of them, the i-th of four times: into part[0] and part[1], whose last contents part[2] adds up. */
-SMLA_DEV void smla_hopper_ask(const smla_hopper_smem &sm, int stage, int i, float (&part)[3][32])
-{
-    if (i > 0) {
-        smla_wgmma_wait<0>();
-        smla_pin(part[0]);
-        smla_pin(part[1]);
-        SMLA_UNROLL
-        for (int n = 0; n < 32; ++n)
-            part[2][n] = (i == 1 ? part[0][n] : part[2][n] + part[0][n]) + part[1][n];
-    }
-    smla_hopper_scores<2>(sm, stage, 2 * i, part[0]);
-    smla_hopper_scores<2>(sm, stage, 2 * i + 1, part[1]);
-}
-
-/* Of a block: what is added to a row's logits so that the largest y becomes log2 448, and S'. */
-template <int kCount>
-SMLA_DEV void smla_hopper_units(const float (&top)[kCount], const smla_hopper_rows<kCount> &rows,
-                                float (&shift)[kCount], float (&scale)[kCount])
-{
-    SMLA_UNROLL
-    for (int h = 0; h < kCount; ++h) {
-        const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
-        shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
-        scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
-    }
-}
-
-/* S' of a thread's rows to where values look for them.  By default two bf16 share a word, rounded. */
-SMLA_DEV void smla_hopper_put_scale(smla_hopper_block &block, int t, const float (&scale)[2])
-{
-    const int tile_row = smla_hopper_tile_row(t);
-    const uint32_t rounded = smla_cvt_bf16x2(scale[0], scale[1]);
-    if ((t & 3) != 0) return; /* rows 2n, 2n + 1 share a word, row + 8 has the next */
-    uint16_t *to = reinterpret_cast<uint16_t *>(&block.block_scale[tile_row >> 1 & 3][tile_row >> 3]);
-    to[tile_row & 1] = (uint16_t)rounded;
-    to[2 + (tile_row & 1)] = (uint16_t)(rounded >> 16);
-}
-
-SMLA_DEV void smla_hopper_put_scale(smla_hopper_block &block, int t, const float (&scale)[1])
-{
-    const int row = smla_hopper_row<1>(t, 0);
-    if ((t & 3) == 0)
-        block.block_scale[row >> 1 & 3][2 * (row >> 3) + (row & 1)] = __float_as_uint(scale[0]);
-}
-
 /* One block: from scores to weights in shared memory. */
 SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_t parity, int t,
-                                        smla_hopper_rows<2> &rows)
+                                        smla_hopper_rows &rows)
 {
     const int q = t & 3, tile_row = smla_hopper_tile_row(t);
     smla_hopper_block &block = sm.block[stage];
@@ -4190,92 +4084,33 @@ SMLA_DEV void smla_hopper_softmax_block(smla_hopper_smem &sm, int stage, uint32_
     smla_wgmma_wait<0>();
     smla_pin(y);
     smla_hopper_weigh(k, y, x);
-    if (mask) smla_hopper_mask<2>(sm, stage, t, x);
+    if (mask) smla_hopper_mask(sm, stage, t, x);
     float top[2], shift[2], scale[2], l[2] = {0.0f, 0.0f};
-    smla_hopper_top<2>(log2_k, factor, x, top);
-    const bool moved = smla_hopper_move<2>(sm, stage, t, top, rows);
-    smla_hopper_units<2>(top, rows, shift, scale);
-    smla_hopper_put_scale(block, t, scale);
+    smla_hopper_top(log2_k, factor, x, top);
+    const bool moved = smla_hopper_move(sm, stage, t, top, rows);
+    SMLA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        const bool none = top[h] == smla_neg_inf(); /* the row sees nothing of this block */
+        shift[h] = none ? 0.0f : smla_kLog2E4m3Max - top[h];
+        scale[h] = none ? 0.0f : smla_ex2(top[h] - smla_kLog2E4m3Max - rows.ref[h]);
+    }
+    const uint32_t rounded = smla_cvt_bf16x2(scale[0], scale[1]);
+    if (q == 0) { /* rows 2n, 2n + 1 share a word, row + 8 has the next */
+        uint16_t *to = reinterpret_cast<uint16_t *>(
+            &block.block_scale[tile_row >> 1 & 3][tile_row >> 3]);
+        to[tile_row & 1] = (uint16_t)rounded;
+        to[2 + (tile_row & 1)] = (uint16_t)(rounded >> 16);
+    }
     if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&block.moved)[t >> 5] = moved;
     uint32_t to = smla_smem_addr(block.weight) + smla_hopper_place(t);
     asm volatile("" : "+r"(to)); /* four addresses from one register, not from four */
-    const bool normal = smla_hopper_weights<2>(k, to, factor, shift, x, l, [](int) {});
+    const bool normal = smla_hopper_weights(k, to, factor, shift, x, l);
     smla_fence_async();
     __syncwarp();
     if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
     SMLA_UNROLL
     for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(l[h], scale[h], rows.l[h]);
     if (!normal) smla_hopper_flushed(sm, t, k, scale, x);
-}
-
-/* The same of the precise mode, from scores that have been asked for.  One row a thread leaves registers for
-   the next block's: where there is one (kAhead), they are asked for between the steps of this one's
-   softmax, in quarters, since a warp that issues many wgmma stands still until all but a few are done. */
-template <bool kAhead>
-SMLA_DEV void smla_hopper_precise_block(smla_hopper_smem &sm, const smla_ring &ring, int t,
-                                        float (&part)[3][32], smla_hopper_rows<1> &rows)
-{
-    const smla_ring next = {ring.block + 1};
-    const int q = t & 3, stage = ring.stage(), next_stage = next.stage();
-    smla_hopper_block &block = sm.block[stage];
-    auto ask = [&](int i) {
-        if constexpr (kAhead) smla_hopper_ask(sm, next_stage, i, part);
-    };
-    float x[16];
-    smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), ring.parity());
-    const float factor[1] = {sm.factor[smla_hopper_tile_row(t)]};
-    const int32_t mask = block.info.mask;
-    float2 k[8], log2_k[8]; /* of tokens 8j + 2q, + 1 */
-    SMLA_UNROLL
-    for (int j = 0; j < 8; ++j) {
-        k[j] = block.k_s[4 * j + q];
-        log2_k[j] = block.log2_k_s[4 * j + q];
-    }
-    smla_wgmma_wait<0>();
-    smla_pin(part[0]);
-    smla_pin(part[1]);
-    smla_hopper_weigh(k, part, x);
-    if (kAhead) smla_mbarrier_wait(smla_smem_addr(&sm.full[next_stage]), next.parity());
-    ask(0);
-    if (mask) smla_hopper_mask<1>(sm, stage, t, x);
-    float top[1], shift[1], scale[1], l[1] = {0.0f};
-    smla_hopper_top<1>(log2_k, factor, x, top);
-    ask(1);
-    const bool moved = smla_hopper_move<1>(sm, stage, t, top, rows);
-    smla_hopper_units<1>(top, rows, shift, scale);
-    smla_hopper_put_scale(block, t, scale);
-    if ((t & 31) == 0) reinterpret_cast<uint8_t *>(&block.moved)[t >> 5] = moved;
-    uint32_t to = smla_smem_addr(block.weight) + smla_hopper_place(t);
-    asm volatile("" : "+r"(to)); /* four addresses from one register, not from four */
-    smla_hopper_weights<1>(k, to, factor, shift, x, l, ask);
-    smla_fence_async();
-    __syncwarp();
-    if ((t & 31) == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.weights[stage]));
-    rows.l[0] = fmaf(l[0], scale[0], rows.l[0]);
-}
-
-/* The blocks of a split. */
-SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
-                                         smla_hopper_rows<2> &rows)
-{
-#pragma unroll 1
-    for (; ring.block != end; ++ring.block)
-        smla_hopper_softmax_block(sm, ring.stage(), ring.parity(), t, rows);
-}
-
-SMLA_DEV void smla_hopper_softmax_blocks(smla_hopper_smem &sm, uint32_t end, int t, smla_ring &ring,
-                                         smla_hopper_rows<1> &rows)
-{
-    float part[3][32];
-    if (ring.block == end) return;
-    const int stage = ring.stage();
-    smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), ring.parity());
-    SMLA_UNROLL
-    for (int i = 0; i < 4; ++i) smla_hopper_ask(sm, stage, i, part);
-#pragma unroll 1
-    for (; ring.block + 1 != end; ++ring.block) smla_hopper_precise_block<true>(sm, ring, t, part, rows);
-    smla_hopper_precise_block<false>(sm, ring, t, part, rows);
-    ++ring.block;
 }
 
 /* Q of a split but the first, out of the ring, or from global memory if it is quantised already. */
@@ -4296,8 +4131,8 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
             const uint16_t *raw = reinterpret_cast<const uint16_t *>(
                 sm.stage[stage] + i * smla_kQueryBytes);
             const int r = smla_kQueryRows * n + i;
-            if (r >= rows) smla_hopper_put_q<kRows, kPrecise>(sm, p, r, smla_quantised_row{});
-            else smla_hopper_put_q<kRows, kPrecise>(sm, p, r, smla_load_row(raw, raw + smla_kLatent, true));
+            if (r >= rows) smla_hopper_put_q<kPrecise>(sm, p, r, smla_quantised_row{});
+            else smla_hopper_put_q<kPrecise>(sm, p, r, smla_load_row(raw, raw + smla_kLatent, true));
         }
     }
     smla_fence_async();
@@ -4307,30 +4142,29 @@ SMLA_DEV void smla_hopper_next_q(smla_hopper_smem &sm, const smla_decode_params 
         smla_mbarrier_arrive(smla_smem_addr(&sm.weights[done.block % smla_kStages]));
 }
 
-/* Softmax of tiles whose 64 rows all hold Q.  The precise mode's denominator is l itself. */
-template <int kRows, bool kPrecise>
+/* Softmax of 64 rows. */
 SMLA_DEV void smla_hopper_softmax(smla_hopper_smem &sm, const smla_decode_params &p)
 {
-    constexpr int kCount = kPrecise ? 1 : 2;
     int t = threadIdx.x & 127;
     asm volatile("" : "+r"(t)); /* hidden, so that it is kept instead of being read again */
     const int lane = t & 31, warp = t >> 5, tile_row = smla_hopper_tile_row(t);
     smla_ring ring = {0};
     smla_hopper_for_each_split(sm, [&](const smla_split &s, uint32_t index) {
-        if (index > 0 && s.end > s.begin)
-            smla_hopper_next_q<kRows, kPrecise>(sm, p, s, index, warp, ring);
-        smla_hopper_rows<kCount> rows = smla_hopper_begin_rows<kCount>(sm, p, s, t);
-        smla_hopper_softmax_blocks(sm, ring.block + smla_split_blocks(s), t, ring, rows);
+        if (index > 0 && s.end > s.begin) smla_hopper_next_q<64, false>(sm, p, s, index, warp, ring);
+        smla_hopper_rows rows = smla_hopper_begin_rows(sm, p, s, t);
+        const uint32_t end = ring.block + smla_split_blocks(s);
+#pragma unroll 1
+        for (; ring.block != end; ++ring.block)
+            smla_hopper_softmax_block(sm, ring.stage(), ring.parity(), t, rows);
         SMLA_UNROLL
-        for (int h = 0; h < kCount; ++h) {
+        for (int h = 0; h < 2; ++h) {
             const float l = smla_row_sum(rows.l[h]);
-            const float lq = kPrecise ? l : smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
+            const float flushed = smla_row_sum(h == 0 ? sm.flushed[t].x : sm.flushed[t].y);
             if ((lane & 3) != 0) continue;
-            float4 &stat = sm.stat[index & 1][kCount == 2 ? tile_row + 8 * h : smla_hopper_row<kCount>(t, h)];
+            float4 &stat = sm.stat[index & 1][tile_row + 8 * h]; /* .w is sum's */
             stat.x = l == 0.0f ? smla_neg_inf() : rows.ref[h];
             stat.y = l;
-            stat.z = lq;
-            if (kPrecise) stat.w = 0.0f; /* else it is sum's */
+            stat.z = flushed;
         }
         __syncwarp();
         if (lane == 0) smla_mbarrier_arrive(smla_smem_addr(&sm.stat_full[index & 1]));
@@ -4414,8 +4248,8 @@ SMLA_DEV void smla_hopper_begin_few(smla_hopper_smem &sm, const smla_decode_para
         factor[n] = sm.few_factor[index & 1][8 * (n >> 1) + 2 * (t & 3) + (n & 1)];
 }
 
-/* Scores of a block in four accumulators, as in smla_hopper_block_scores; they are under way on return, and
-   smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
+/* Scores of a block in four accumulators, as in smla_hopper_block_scores; they are under way on return,
+   and smla_hopper_weigh_few adds them in its order and multiplies with k_s. */
 template <int kRegs>
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][kRegs])
 {
@@ -4434,9 +4268,9 @@ SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][kRegs], const float (&k)[2]
         x[n] = (((part[0][n] + part[1][n]) + part[2][n]) + part[3][n]) * k[n >> 1 & 1];
 }
 
-/* The same of the precise mode: eight accumulators, in two halves, of Q's hi and lo parts. */
+/* The same of the precise mode: eight accumulators of 64 dims, in two halves, with both rows of Q. */
 SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, float (&part)[4][16],
-                                     float (&first)[16])
+                                     float (&x)[8])
 {
     SMLA_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -4447,25 +4281,22 @@ SMLA_DEV void smla_hopper_scores_few(const smla_hopper_smem &sm, int stage, floa
         SMLA_UNROLL
         for (int i = 0; i < 4; ++i) smla_pin(part[i]);
         SMLA_UNROLL
-        for (int n = 0; n < 16; ++n) first[n] = ((part[0][n] + part[1][n]) + part[2][n]) + part[3][n];
+        for (int n = 0; n < 8; ++n)
+            x[n] = ((part[0][n] + part[1][n]) + (part[2][n] + part[3][n]))
+                 + ((part[0][n + 8] + part[1][n + 8]) + (part[2][n + 8] + part[3][n + 8]));
     }
 }
 
-SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][16], const float (&first)[16], const float (&k)[2],
-                                    float (&x)[8])
+SMLA_DEV void smla_hopper_weigh_few(float (&part)[4][16], const float (&k)[2], float (&x)[8])
 {
     smla_wgmma_wait<0>();
     SMLA_UNROLL
     for (int i = 0; i < 4; ++i) smla_pin(part[i]);
     SMLA_UNROLL
     for (int n = 0; n < 8; ++n) {
-        float sum[2]; /* of hi and lo */
-        SMLA_UNROLL
-        for (int rest = 0; rest < 2; ++rest) {
-            const int m = n + 8 * rest;
-            sum[rest] = (((first[m] + part[0][m]) + part[1][m]) + part[2][m]) + part[3][m];
-        }
-        x[n] = (sum[0] + sum[1]) * k[n >> 1 & 1];
+        const float hi = (part[0][n] + part[1][n]) + (part[2][n] + part[3][n]);
+        const float lo = (part[0][n + 8] + part[1][n + 8]) + (part[2][n + 8] + part[3][n + 8]);
+        x[n] = (x[n] + (hi + lo)) * k[n >> 1 & 1];
     }
 }
 
@@ -4520,17 +4351,15 @@ SMLA_DEV void smla_hopper_scores_block(smla_hopper_smem &sm, int stage, uint32_t
     const int lane = t & 31, token = 16 * (t >> 5) + (lane >> 2), buffer = to.buffer();
     const smla_hopper_block &block = sm.block[stage];
     float part[4][kPrecise ? kRows : kRows / 2], x[kRows / 2];
-    [[maybe_unused]] float first[16];
     smla_mbarrier_wait(smla_smem_addr(&sm.full[stage]), parity);
-    if constexpr (kPrecise) smla_hopper_scores_few(sm, stage, part, first);
+    if constexpr (kPrecise) smla_hopper_scores_few(sm, stage, part, x);
     else smla_hopper_scores_few(sm, stage, part);
     smla_mbarrier_wait(smla_smem_addr(&sm.ready[stage]), parity);
     const float *k_s = &block.k_s[0].x, *log2_k_s = &block.log2_k_s[0].x;
     const float k[2] = {k_s[token], k_s[token + 8]};
     const float log2_k[2] = {log2_k_s[token], log2_k_s[token + 8]};
     const int32_t mask = block.info.mask;
-    if constexpr (kPrecise) smla_hopper_weigh_few(part, first, k, x);
-    else smla_hopper_weigh_few(part, k, x);
+    smla_hopper_weigh_few(part, k, x);
     if (mask) smla_hopper_mask_few(sm, stage, t, x);
     const float top = smla_hopper_top_few<kRows>(lane, log2_k, factor, x);
     smla_mbarrier_wait(smla_smem_addr(&sm.logits_empty[buffer]), to.parity() ^ 1);
@@ -4632,8 +4461,7 @@ SMLA_DEV void smla_hopper_weights_few(smla_hopper_block &block, int t, const flo
             __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), select);
         if (kPrecise) {
             const uint32_t rest = smla_e4m3x4_of_rest(w, codes);
-            constexpr int kRest = smla_hopper_roles<kRows, kPrecise>::kRest;
-            *reinterpret_cast<uint32_t *>(to + (kRest + 8 * j) * smla_kBlock) =
+            *reinterpret_cast<uint32_t *>(to + (smla_kPreciseRows + 8 * j) * smla_kBlock) =
                 __byte_perm(rest, __shfl_xor_sync(~0u, rest, 4), select);
         }
     }
@@ -4734,8 +4562,7 @@ SMLA_DEV void smla_hopper_end_few(smla_hopper_smem &sm, float4 *stat, int t, sml
     const float l = (sum[0].x + sum[1].x) + (sum[2].x + sum[3].x);
     if (l == 0.0f) stat[t].x = smla_neg_inf();
     stat[t].y = l;
-    stat[t].z = kPrecise ? l : (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y);
-    if (kPrecise) stat[t].w = 0.0f; /* else it is sum's */
+    stat[t].z = kPrecise ? l : (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y); /* .w is sum's */
 }
 
 template <int kRows, bool kPrecise>
@@ -4794,18 +4621,16 @@ SMLA_DEV void smla_hopper_sort_v(uint32_t (&a)[2][4])
     }
 }
 
-template <int kRows, bool kPrecise>
+template <int kRows>
 SMLA_DEV void smla_hopper_rescale(const smla_hopper_smem &sm, int stage, smla_hopper_acc<kRows> &acc)
 {
-    /* of 8 rows, that a byte of moved is for */
-    constexpr int kGroups = smla_hopper_roles<kRows, kPrecise>::kInterleaved ? 1 : 2;
     const uint32_t moved = sm.block[stage].moved;
     if (moved == 0) return;
     SMLA_UNROLL
     for (int j = 0; j < kRows / 8; ++j) {
         float2 alpha = *reinterpret_cast<const float2 *>(
             &sm.block[stage].alpha[8 * j + 2 * (threadIdx.x & 3)]);
-        if ((moved >> (j / kGroups) * 8 & 0xffu) == 0) alpha = make_float2(1.0f, 1.0f);
+        if ((moved >> (j / 2) * 8 & 0xffu) == 0) alpha = make_float2(1.0f, 1.0f);
         SMLA_UNROLL
         for (int u = 0; u < 4; ++u) {
             acc.v[u][4 * j] *= alpha.x;
@@ -4839,11 +4664,9 @@ SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, ui
                                        uint32_t v_offset, smla_hopper_acc<kRows> &acc)
 {
     constexpr int kParts = kRows == 64 ? 1 : 2, kWords = kRows / (kPrecise ? 4 : 8);
-    using roles = smla_hopper_roles<kRows, kPrecise>;
-    constexpr uint64_t kRest = roles::kRest * smla_kBlock >> 4; /* to P's lo part, in a descriptor */
-    constexpr uint32_t kPitch = 8 * smla_kBlock * (roles::kInterleaved ? 2 : 1);
+    constexpr uint64_t kRest = smla_kPreciseRows * smla_kBlock >> 4; /* P's rows behind, in a descriptor */
     const uint32_t v = smla_smem_addr(sm.stage[stage]) + v_offset;
-    const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.block[stage].weight), kPitch,
+    const uint64_t weight = smla_wgmma_desc(smla_smem_addr(sm.block[stage].weight), 512,
                                             smla_kSwizzle64);
     uint32_t a[kParts][2][4], scale[kWords];
     float part[kParts][kRows / 2];
@@ -4866,7 +4689,7 @@ SMLA_DEV void smla_hopper_values_block(const smla_hopper_smem &sm, int stage, ui
     multiply(0);
     SMLA_UNROLL
     for (int j = 0; j < kWords; ++j) scale[j] = sm.block[stage].block_scale[threadIdx.x & 3][j];
-    smla_hopper_rescale<kRows, kPrecise>(sm, stage, acc);
+    smla_hopper_rescale<kRows>(sm, stage, acc);
     SMLA_UNROLL
     for (int u = 0; u < 4; ++u) {
         if (kParts == 2 && u < 3) {
@@ -4982,36 +4805,36 @@ SMLA_DEV void smla_hopper_values(smla_hopper_smem &sm, const smla_decode_params 
     });
 }
 
-template <int kRows, bool kPrecise> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &sm)
+template <int kRows> SMLA_DEV void smla_hopper_init_barriers(smla_hopper_smem &sm)
 {
-    using roles = smla_hopper_roles<kRows, kPrecise>;
+    constexpr int kStatWarps = smla_hopper_roles<kRows>::kStatWarps;
+    constexpr int kSumWarps = smla_hopper_roles<kRows>::kSumWarps;
     for (int i = 0; i < smla_kStages; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.full[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.ready[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.weights[i]), 4);
-        smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + roles::kSumWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);
         sm.block[i].moved = 0;
     }
     for (int i = 0; i < 2; ++i) {
         smla_mbarrier_init(smla_smem_addr(&sm.split_full[i]), 1);
         smla_mbarrier_init(smla_smem_addr(&sm.split_empty[i]),
-                           roles::kThreads / 32 - 3 + roles::kSumWarps); /* not load's */
+                           smla_hopper_roles<kRows>::kThreads / 32 - 3 + kSumWarps); /* not load's */
         smla_mbarrier_init(smla_smem_addr(&sm.logits_full[i]), 4);
         smla_mbarrier_init(smla_smem_addr(&sm.logits_empty[i]), 4);
-        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), roles::kStatWarps + roles::kSumWarps);
+        smla_mbarrier_init(smla_smem_addr(&sm.stat_full[i]), kStatWarps + kSumWarps);
     }
 }
 
 template <int kRows, bool kPrecise>
-static __global__ void __launch_bounds__(smla_hopper_roles<kRows, kPrecise>::kThreads, 1)
+static __global__ void __launch_bounds__(smla_hopper_roles<kRows>::kThreads, 1)
 snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
                              const __grid_constant__ smla_hopper_maps maps)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) uint8_t smla_hopper_shared[];
     smla_hopper_smem &sm = *reinterpret_cast<smla_hopper_smem *>(smla_hopper_shared);
-    using roles = smla_hopper_roles<kRows, kPrecise>;
-    constexpr int kThreads = roles::kThreads;
+    constexpr int kThreads = smla_hopper_roles<kRows>::kThreads;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), wg = warp >> 2; /* uniform registers */
     if (threadIdx.x == 32 * smla_kLoadWarp && p.len_limit > 0) { /* else there may be no maps */
         smla_prefetch_tensormap(&maps.content);
@@ -5025,7 +4848,7 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
     smla_hopper_pages pages = {0, -1, -1};
     if (__builtin_expect(warp == smla_kLoadWarp, 1)) { /* the hint saves spills */
         /* This warp must not wait for the others: the first blocks are asked for before it meets them. */
-        if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows, kPrecise>(sm);
+        if (threadIdx.x == 32 * smla_kLoadWarp) smla_hopper_init_barriers<kRows>(sm); /* meanwhile */
         first = smla_hopper_first_split(p, work, cursor);
         if (first.tile >= 0) pages = smla_hopper_first_pages(p, first);
         smla_fence_async();
@@ -5044,27 +4867,27 @@ snapmla_decode_hopper_kernel(const __grid_constant__ smla_decode_params p,
         smla_bar_sync(smla_kBarBegin, kThreads);
     }
     if (wg < 2) {
-        smla_setmaxnreg<kThreads, roles::kValuesRegs>();
+        smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kValuesRegs>();
         smla_hopper_values<kRows, kPrecise>(sm, p, wg);
     } else if (wg == 2) {
-        if constexpr (roles::kWide) {
-            smla_setmaxnreg<kThreads, roles::kSoftmaxRegs>();
-            smla_hopper_softmax<kRows, kPrecise>(sm, p);
+        if constexpr (kRows == smla_kHopperTile) {
+            smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kSoftmaxRegs>();
+            smla_hopper_softmax(sm, p);
         } else {
-            smla_setmaxnreg<kThreads, roles::kSoftmaxRegs>();
+            smla_setmaxnreg_inc<smla_hopper_roles<kRows>::kSoftmaxRegs>();
             smla_hopper_few_scores<kRows, kPrecise>(sm, p);
         }
     } else if (wg == 4) {
-        if constexpr (!roles::kWide) {
-            smla_setmaxnreg<kThreads, roles::kWeightsRegs>();
+        if constexpr (kRows != smla_kHopperTile) {
+            smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kWeightsRegs>();
             smla_hopper_few_weights<kRows, kPrecise>(sm, p);
         }
     } else {
-        smla_setmaxnreg<kThreads, roles::kLoadRegs>();
+        smla_setmaxnreg_dec<smla_hopper_roles<kRows>::kLoadRegs>();
         if (warp == smla_kLoadWarp) smla_hopper_load(sm, p, maps, first, cursor, pages);
         else if (warp == 13) smla_hopper_prepare(sm, p);
-        else if constexpr (roles::kSumWarps > 0)
-            if (warp - 14 < roles::kSumWarps) smla_hopper_sum<kRows>(sm, p, warp - 14);
+        else if (warp - 14 < smla_hopper_roles<kRows>::kSumWarps)
+            smla_hopper_sum<kRows, kPrecise>(sm, p, warp - 14);
     }
 #endif
 }
@@ -5713,7 +5536,7 @@ struct smla_shape {
 
 static inline void smla_shape_hopper(int64_t rows, snapmla_mode mode, smla_shape *shape)
 {
-    shape->tile_rows = rows <= 16 ? 16 : rows <= 32 || mode == SNAPMLA_MODE_PRECISE ? 32 : 64;
+    shape->tile_rows = rows <= 16 || mode == SNAPMLA_MODE_PRECISE ? 16 : rows <= 32 ? 32 : 64;
     shape->max_group = smla_kHopperGroup;
     shape->blocks_per_sm = 1;
     shape->rope_stages = 0;
@@ -5967,8 +5790,7 @@ static inline snapmla_result smla_launch_hopper_rows(const smla_decode_params &p
 {
     void *arguments[] = {(void *)&p, (void *)&maps};
     return smla_launch_overlapping((const void *)snapmla_decode_hopper_kernel<kRows, kPrecise>,
-                                   (int64_t)p.policy.parts * p.group,
-                                   smla_hopper_roles<kRows, kPrecise>::kThreads,
+                                   (int64_t)p.policy.parts * p.group, smla_hopper_roles<kRows>::kThreads,
                                    sizeof(smla_hopper_smem), stream, arguments);
 }
 
@@ -5978,8 +5800,7 @@ static inline snapmla_result smla_launch_hopper(const smla_decode_params &p, int
     smla_hopper_maps maps = {}; /* a cache without pages is never read */
     SMLA_CHECK(smla_hopper_usable(), SNAPMLA_ERROR_DEVICE);
     if (pages > 0) SMLA_TRY(smla_hopper_make_maps(p.planes, pages, &maps));
-    if (p.precise && p.tile_rows == 16) return smla_launch_hopper_rows<16, true>(p, maps, stream);
-    if (p.precise) return smla_launch_hopper_rows<32, true>(p, maps, stream);
+    if (p.precise) return smla_launch_hopper_rows<16, true>(p, maps, stream);
     if (p.tile_rows == 16) return smla_launch_hopper_rows<16, false>(p, maps, stream);
     if (p.tile_rows == 32) return smla_launch_hopper_rows<32, false>(p, maps, stream);
     return smla_launch_hopper_rows<64, false>(p, maps, stream);

@@ -165,8 +165,6 @@ g masked_weight_times_nan 'smla_general_round(precise, e.x == 0.0f ? 0.0f : e.x 
 w() { mutant hopper test_gpu "$@"; }
 w hopper_mask_off_by_one 'const bool seen = token < smla_min(info.valid, limit[h]);' \
     'const bool seen = token <= smla_min(info.valid, limit[h]);'
-w hopper_few_mask_off_by_one 'const bool seen = token < smla_min(info.valid, sm.limit[row] - token0);' \
-    'const bool seen = token <= smla_min(info.valid, sm.limit[row] - token0);'
 w hopper_mask_too_late '> seen_by_all;' '> seen_by_all + smla_kBlock;'
 w hopper_tail_not_cut 'page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);' \
     'page < 0 ? 0 : (int)smla_kBlock;'
@@ -179,8 +177,8 @@ w hopper_nan_value_stays 'if (clear_even | clear_odd) smla_hopper_clear_v' \
 w hopper_scale_swapped 'to[tile_row & 1] = (uint16_t)rounded;' 'to[tile_row & 1] = (uint16_t)(rounded >> 16);'
 w hopper_flushed_mass_lost '    if (!normal) smla_hopper_flushed(sm, t, k, scale, x);' '    (void)normal;'
 w hopper_inverse_out_of_order '+ (lane & 3) * 4 + (lane & 4) / 2;' '+ (lane & 3) * 4 + (lane & 4);'
-w hopper_stage_freed_early 'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + roles::kSumWarps);' \
-    'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 1 + roles::kSumWarps);'
+w hopper_stage_freed_early 'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 8 + kSumWarps);' \
+    'smla_mbarrier_init(smla_smem_addr(&sm.empty[i]), 1 + kSumWarps);'
 w hopper_page_table_stale '        if ((i & 31) == 0) {
             pages.page = pages.next_page;' '        if ((i & 63) == 0) {
             pages.page = pages.next_page;'
@@ -191,22 +189,8 @@ w hopper_sums_read_early '    smla_bar_sync(smla_kBarSums, 128);
     if ((t & 31) == 0) smla_mbarrier_arrive' '    if ((t & 31) == 0) smla_mbarrier_arrive'
 w hopper_rest_of_p_lost \
     'smla_wgmma_k32_e4m3(part[u % kParts], a[u % kParts][1], weight + kRest + 2, 1);' ''
-w hopper_rest_of_q_lost 'smla_hopper_store_q(sm, p, roles::tile_row(r) + roles::kRest, lo);' \
-    'smla_hopper_store_q(sm, p, roles::tile_row(r) + roles::kRest, {});'
-w hopper_stale_rest_of_q \
-    'if (kPrecise) smla_hopper_store_q(sm, p, roles::tile_row(r) + roles::kRest, {});' ''
-w hopper_precise_rest_of_p_lost '            if (kCount == 1)
-                smla_store_shared((to ^ jj << 4) + 8 * smla_kBlock, smla_e4m3x4_of_rest(w, codes));' ''
-w hopper_precise_pitch 'constexpr uint32_t kPitch = 8 * smla_kBlock * (roles::kInterleaved ? 2 : 1);' \
-    'constexpr uint32_t kPitch = 8 * smla_kBlock;'
-w hopper_precise_alpha_of_neighbours \
-    'constexpr int kGroups = smla_hopper_roles<kRows, kPrecise>::kInterleaved ? 1 : 2;' \
-    'constexpr int kGroups = 2;'
-w hopper_precise_scale_of_neighbour \
-    'block.block_scale[row >> 1 & 3][2 * (row >> 3) + (row & 1)] = __float_as_uint(scale[0]);' \
-    'block.block_scale[row >> 1 & 3][2 * (row >> 3)] = __float_as_uint(scale[0]);'
-w hopper_scores_before_landing \
-    'if (kAhead) smla_mbarrier_wait(smla_smem_addr(&sm.full[next_stage]), next.parity());' ''
+w hopper_rest_of_q_lost 'smla_hopper_store_q(sm, p, r + smla_kPreciseRows, lo);' \
+    'smla_hopper_store_q(sm, p, r + smla_kPreciseRows, {});'
 w hopper_nan_query_hidden 'make_uint2(y.content[i].x | nan, y.content[i].y | nan);' \
     'make_uint2(y.content[i].x, y.content[i].y);'
 
@@ -248,8 +232,7 @@ first test_every_length copies_not_awaited
 first test_lengths_are_cut table_width_ignored
 first test_negative_entries_are_skipped hole_is_read
 first test_causal_at_split_ends mask_off_by_one mask_by_head partial_rows_overlap \
-    hopper_mask_off_by_one hopper_few_mask_off_by_one hopper_mask_too_late hopper_scale_swapped \
-    combine_without_weights
+    hopper_mask_off_by_one hopper_mask_too_late hopper_scale_swapped combine_without_weights
 first test_tails_hold_anything tail_one_too_long hopper_tail_not_cut
 first test_nan_changes_no_other_bit nan_value_stays masked_weight_times_nan hopper_nan_value_stays
 first test_scales_that_are_no_numbers infinite_scale_stays
@@ -258,11 +241,7 @@ first test_logits_rise_block_by_block rescale_missing hopper_rescale_missing hop
 first test_long_splits barrier_before_weights hopper_stage_freed_early hopper_page_table_stale \
     hopper_sums_read_early
 first test_subnormal_scales flushed_mass_lost hopper_flushed_mass_lost hopper_inverse_out_of_order
-first test_precise_beside_default hopper_rest_of_p_lost hopper_rest_of_q_lost hopper_precise_pitch \
-    hopper_precise_rest_of_p_lost hopper_precise_scale_of_neighbour
-first precise_test_logits_rise_block_by_block hopper_precise_alpha_of_neighbours
-first precise_test_long_splits hopper_scores_before_landing
-first planes_of_exact_queries hopper_stale_rest_of_q
+first test_precise_beside_default hopper_rest_of_p_lost hopper_rest_of_q_lost
 first precise_test_nan_queries hopper_nan_query_hidden
 first test_more_splits_than_a_round combine_rounds_not_joined
 first test_tokens_straddle_splits combine_loses_last_split combine_second_run_lost \

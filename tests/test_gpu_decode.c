@@ -1235,7 +1235,7 @@ static void test_precise_beside_default(void **state)
 {
     (void)state;
     gpu_need();
-    static const int heads[] = {16, 24, 40, 100}; /* tiles of 16 rows and of more */
+    static const int heads[] = {16, 24, 40, 100}; /* one tile of 16 rows, and several */
     for (int i = 0; i < COUNT(heads); i++) {
         spec s = basic(8700, 3, 1, heads[i], 3000); /* the same lengths */
         problem *p = problem_new(&s);
