@@ -165,6 +165,8 @@ g masked_weight_times_nan 'smla_general_round(precise, e.x == 0.0f ? 0.0f : e.x 
 w() { mutant hopper test_gpu "$@"; }
 w hopper_mask_off_by_one 'const bool seen = token < smla_min(info.valid, limit[h]);' \
     'const bool seen = token <= smla_min(info.valid, limit[h]);'
+w hopper_few_mask_off_by_one 'const bool seen = token < smla_min(info.valid, sm.limit[row] - token0);' \
+    'const bool seen = token <= smla_min(info.valid, sm.limit[row] - token0);'
 w hopper_mask_too_late '> seen_by_all;' '> seen_by_all + smla_kBlock;'
 w hopper_tail_not_cut 'page < 0 ? 0 : smla_min(s.end - token, (int)smla_kBlock);' \
     'page < 0 ? 0 : (int)smla_kBlock;'
@@ -232,7 +234,8 @@ first test_every_length copies_not_awaited
 first test_lengths_are_cut table_width_ignored
 first test_negative_entries_are_skipped hole_is_read
 first test_causal_at_split_ends mask_off_by_one mask_by_head partial_rows_overlap \
-    hopper_mask_off_by_one hopper_mask_too_late hopper_scale_swapped combine_without_weights
+    hopper_mask_off_by_one hopper_few_mask_off_by_one hopper_mask_too_late hopper_scale_swapped \
+    combine_without_weights
 first test_tails_hold_anything tail_one_too_long hopper_tail_not_cut
 first test_nan_changes_no_other_bit nan_value_stays masked_weight_times_nan hopper_nan_value_stays
 first test_scales_that_are_no_numbers infinite_scale_stays
