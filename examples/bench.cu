@@ -1367,6 +1367,7 @@ static void parse(options *o, int argc, char **argv)
     if (grid) add_grid(o, &heads, &s_q, &batch, &kv);
     else if (presets.n == 0) add_preset(o, PRESET_HEADLINE);
     if (tokens_given && !o->dataflow) usage("--tokens", "is for --preset dataflow");
+    if (o->mode_given && o->cases == 0) usage("--mode", "is not for --preset dataflow");
 }
 
 static FILE *open_output(const char *name)

@@ -586,6 +586,7 @@ static int run(const backend *b, const model *m, const options *o, const uint8_t
         if (!failed && o->temperature > 0) failed = write_text(b, o, prompt, n, o->temperature);
     }
     if (bytes > excerpt_bytes) bytes = excerpt_bytes;
+    if (bytes == 0 && o->bytes != 0) printf("excerpt.txt is empty: there is nothing to score\n");
     if (!failed && bytes > 0) {
         int more = compare_formats(b, o, excerpt, bytes, context);
         failed = more < 0;
